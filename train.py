@@ -1,0 +1,880 @@
+"""
+Train the Transformer on a task; the best weights go to checkpoints/<task>.pt.
+
+    python train.py                                                          both toys below, in seconds
+    python train.py --task sentiment                                         is a film remark positive or negative?
+    python train.py --task copy                                              say the symbols 1 to 10 again, in order
+    python train.py --task sentiment --data reviews.tsv --valid more.tsv     lines of text<TAB>label, or a .csv
+    python train.py --task translate --data pairs.tsv --valid more.tsv       lines of source<TAB>target, or a .csv
+
+A .csv has a header with columns named text, review or sentence and label, or source and target. Without --valid, a
+tenth of the lines is held out. Ctrl-C saves; the same command with --resume goes on as if nothing had happened.
+
+Reading order: tokenize, a task (Sentiment is the simplest), train, main. To add a task of your own, write a class like
+them and name it in TASKS.
+"""
+import argparse
+import contextlib
+import csv
+import io
+import itertools
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import unicodedata
+import zipfile
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from attention import make_padding_mask, make_target_mask
+from model import BOS, EOS, PAD, UNK, TransformerClassifier, evaluating, greedy_decode, make_model
+
+SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]  # the tokens with the ids PAD, UNK, BOS, EOS
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+CJK = "\u3005-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+WORD = rf"[^\W{CJK}]+"
+TOKEN = re.compile(rf"{WORD}(?:['-]{WORD})*|'(?:s|m|d|t|re|ve|ll)\b|[{CJK}]|[^\w\s]")
+
+
+def tokenize(text):
+    """The tokens of a text: words in lower case with their inner apostrophes and hyphens, each other sign apart.
+
+    A Chinese, Japanese or Korean character is a token. An ending that stands apart already ("it 's") stays whole.
+    """
+    return TOKEN.findall(unicodedata.normalize("NFC", text).lower().replace("’", "'"))
+
+
+def join_tokens(tokens):
+    """Tokens as a line: spaces between them, but for Chinese, Japanese and Korean."""
+    return re.sub(rf"(?<=[{CJK}]) (?=[{CJK}])", "", " ".join(tokens))
+
+
+def make_vocab(sentences, min_count):
+    """The special tokens, then those that the tokenized sentences hold at least min_count times, frequent first."""
+    counts = Counter(itertools.chain.from_iterable(sentences))
+    return SPECIAL + [token for token, count in counts.most_common() if count >= min_count]
+
+
+class Vocab:
+    """Tokens to ids and back; a token it does not have is UNK."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+        self.ids = {token: i for i, token in enumerate(tokens)}
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def encode(self, tokens):
+        return [self.ids.get(token, UNK) for token in tokens]
+
+    def decode(self, ids):
+        """The tokens of one row of ids, without PAD and EOS."""
+        return [self.tokens[i] for i in ids if i not in (PAD, EOS)]
+
+
+def read_pairs(path, columns):
+    """A file's lines as pairs of strings, and a checksum of the file; lines without text are left out.
+
+    path is a .tsv of two columns, or a .csv with a header; columns are the names that each may have there. ValueError
+    for a file that cannot be understood, with the line's number.
+    """
+    data = Path(path).read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x})") from None
+    if str(path).lower().endswith(".csv"):
+        rows = read_csv(path, text, columns)
+    else:
+        rows = [(i, line.split("\t")) for i, line in enumerate(io.StringIO(text), start=1) if line.strip()]
+        for i, cells in rows:
+            if len(cells) != 2:
+                raise ValueError(f"{path}, line {i}: {len(cells) - 1} tabs, expected one: "
+                                 f"{columns[0][0]}<TAB>{columns[1][0]}")
+        names = [cell.strip().lower() for cell in rows[0][1]] if rows else []
+        if rows and names[0] in columns[0] and names[1] in columns[1]:
+            del rows[0]  # a header
+    pairs = [(first.strip(), second.strip()) for _, (first, second) in rows]
+    pairs = [pair for pair in pairs if tokenize(pair[0]) and pair[1]]
+    if not pairs:
+        raise ValueError(f"{path}: no line with text in it")
+    if len(pairs) < len(rows):
+        print(f"{path}: {len(rows) - len(pairs)} lines with an empty side left out")
+    return pairs, zlib.crc32(data)
+
+
+def read_csv(path, text, columns):
+    """(line number, (first, second)) for each row of a csv with a header."""
+    csv.field_size_limit(2 ** 31 - 1)
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
+        header = [name.strip().lower() for name in next(reader, [])]
+        where = [next((header.index(name) for name in names if name in header), None) for names in columns]
+        if None in where:
+            raise ValueError(f"{path}: the first line names no column {' or '.join(columns[where.index(None)])}; "
+                             f"it reads: {', '.join(header)[:200]}")
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    for i, row in rows:
+        if len(row) <= max(where):
+            raise ValueError(f"{path}, line {i}: {len(row)} columns, the header has {len(header)}")
+    return [(i, [row[j] for j in where]) for i, row in rows]
+
+
+def hold_out(pairs, seed):
+    """A seeded tenth of the pairs, at least one, apart: training pairs, held-out pairs."""
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
+    size = max(1, len(pairs) // 10)
+    return [pairs[i] for i in sorted(order[size:])], [pairs[i] for i in sorted(order[:size])]
+
+
+def pad(rows):
+    """Lists of ids -> (batch, longest), filled up with PAD."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
+
+
+# ---------------------------------------------------------------------------------------------------------- tasks
+#
+# A task knows its data, its model and what counts as good; the training loop below knows none of it. A batch is a
+# tuple of tensors, ids as (batch, len). What each method gives back is said once, in Sentiment.
+
+
+class Sentiment:
+    """Article 1, 4.6: read a film remark, say what its writer thinks."""
+
+    columns = ("text", "review", "sentence"), ("label",)
+    measure = "accuracy"
+    recipe = dict(epochs=10, steps=None, batch_size=16, lr=3e-3, warmup=20, dropout=0.1, layers=2, d_model=32, heads=4,
+                  d_ff=64, norm="post")
+    data_recipe = dict(recipe, epochs=12, batch_size=64, lr=1e-3, warmup=100, dropout=0.4, d_model=64, d_ff=128)
+    longest = 256  # tokens of a text that are read; the rest is cut off
+    threads = 1    # at such sizes a second thread waits more than it works
+    label_smoothing = 0.0
+
+    def __init__(self, vocab):
+        """vocab: lists of strings, as in the checkpoint."""
+        self.words, self.labels = Vocab(vocab["words"]), vocab["labels"]
+        self.vocab = vocab
+
+    @classmethod
+    def read(cls, args):
+        """The task with its data: from args.data and args.valid, or the toy remarks."""
+        if args.data:
+            train, valid, checksum = read_split(args, cls.columns)
+        else:
+            (train, valid), checksum = toy_remarks(), 0
+        labels = sorted({label for _, label in train})
+        if len(labels) < 2:
+            raise ValueError(f"{args.data}: all training lines have the label {labels[0]!r}; two are needed")
+        unknown = sorted({label for _, label in valid} - set(labels))
+        if unknown:
+            raise ValueError(f"{args.valid or args.data}: no training line has the held-out label {unknown[0]!r}")
+        words = make_vocab((tokenize(text) for text, _ in train), min_count=2)
+        task = cls({"words": words, "labels": labels})
+        task.train, task.valid = task.encode_pairs(train), task.encode_pairs(valid)
+        task.checksum = checksum
+        return task
+
+    def encode(self, text):
+        return self.words.encode(tokenize(text))
+
+    def encode_pairs(self, pairs):
+        return [(self.encode(text)[:self.longest], self.labels.index(label)) for text, label in pairs]
+
+    def config(self, args):
+        """The numbers that build the model, saved beside its weights."""
+        longest = max(len(ids) for ids, _ in self.train + self.valid)
+        return dict(vocab_size=len(self.words), num_classes=len(self.labels), max_len=longest, **model_sizes(args))
+
+    @staticmethod
+    def build(config):
+        return TransformerClassifier(**config)
+
+    def batches(self, args, generator):
+        """The batches of one round of training; the held-out data is looked at after each round."""
+        for some in length_batches(self.train, args.batch_size, generator):
+            yield self.batch(some)
+
+    def batches_per_round(self, args):
+        return len(length_batches(self.train, args.batch_size))
+
+    def batch(self, examples):
+        """-> tokens (batch, len), labels (batch)."""
+        ids, labels = zip(*examples)
+        return pad(ids), torch.tensor(labels)
+
+    def predict(self, model, batch):
+        """Logits (targets, classes) and what is wanted (targets), -100 at those that do not count."""
+        tokens, labels = batch
+        return model(tokens, make_padding_mask(tokens))[0], labels
+
+    def evaluate(self, model, device):
+        """Loss and accuracy on the held-out data."""
+        return evaluate_batches(self, model, (self.batch(some) for some in length_batches(self.valid, 256)), device)
+
+    @staticmethod
+    def score(metrics):
+        """What the best weights have most of."""
+        return metrics["accuracy"], -metrics["loss"]
+
+    def samples(self, model, turn):
+        """A few lines that show what the model does with held-out data."""
+        ids, _ = self.valid[turn % len(self.valid)]
+        with evaluating(model):
+            logits, _ = model(torch.tensor([ids], device=next(model.parameters()).device))
+        return [f"{join_tokens(self.words.decode(ids))}  ->  {self.labels[logits.argmax()]}"]
+
+
+def toy_remarks():
+    """All remarks of a tiny grammar as (text, label), a fifth of them held out: training pairs, held-out pairs."""
+    subjects = "the film", "this story", "the acting", "the ending"
+    verbs = "is", "was", "felt"
+    adverbs = "", "very", "really", "so", "truly", "quite", "not", "never", "not very"
+    positive = "good", "great", "funny", "moving", "charming"
+    negative = "bad", "awful", "boring", "dull", "weak"
+    remarks = []
+    for subject, verb, adverb, adjective in itertools.product(subjects, verbs, adverbs, positive + negative):
+        liked = (adjective in positive) != adverb.startswith(("not", "never"))  # "not bad" is praise
+        text = f"{subject} {verb} {adverb} {adjective}".replace("  ", " ")
+        remarks.append((text, "positive" if liked else "negative"))
+    random.Random(0).shuffle(remarks)
+    return remarks[len(remarks) // 5:], remarks[:len(remarks) // 5]
+
+
+class Seq2Seq:
+    """What copying and translating share. A batch is source ids ... EOS and target ids BOS ... EOS, each (batch, len).
+
+    The source has its EOS too: that is where the decoder looks when it is time to stop.
+    """
+
+    def predict(self, model, batch):
+        src, tgt = batch
+        given, wanted = shift(tgt)
+        logits = model(src, given, make_padding_mask(src), make_target_mask(given))
+        return logits.flatten(0, 1), wanted.masked_fill(wanted == PAD, -100).flatten()
+
+    def source_ids(self, model, text):
+        """A line as ids; ValueError if the model cannot read it."""
+        ids, most = self.encode(text), model.src_embed[1].max_len
+        if not 1 < len(ids) <= most:
+            raise ValueError(f"{len(ids) - 1} tokens; this model reads 1 to {most - 1}")
+        return ids
+
+    def say(self, model, rows):
+        """Rows of source ids -> for each, the list of tokens that greedy decoding makes of it."""
+        device = next(model.parameters()).device
+        said = greedy_decode(model, pad(rows).to(device), model.tgt_embed[1].max_len)
+        return [self.target.decode(row) for row in said.tolist()]
+
+
+def shift(tgt):
+    """BOS a b c EOS -> what the decoder is given, BOS a b c, and what is wanted of it at each place, a b c EOS."""
+    return tgt[:, :-1], tgt[:, 1:]
+
+
+class Copy(Seq2Seq):
+    """Say a sequence of symbols again. Trivial to us; to the model it is the whole of the encoder-decoder: find the
+    place in the source by position, hand over what stands there, stop after the last."""
+
+    measure = "exact match"
+    recipe = dict(epochs=None, steps=250, batch_size=64, lr=5e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
+                  heads=4, d_ff=128, norm="pre")
+    round = 50         # batches
+    most = 10          # symbols in a sequence
+    threads = 1
+    label_smoothing = 0.0
+    checksum = 0
+
+    def __init__(self, vocab):
+        self.source = self.target = Vocab(vocab["symbols"])
+        self.vocab = vocab
+        self.valid = self.draw(1000, torch.Generator().manual_seed(0), held_out=True)
+
+    @classmethod
+    def read(cls, args):
+        return cls({"symbols": SPECIAL + [str(i) for i in range(1, 11)]})
+
+    def encode(self, text):
+        symbols = text.split()
+        for symbol in symbols:
+            if symbol not in self.source.tokens[len(SPECIAL):]:
+                raise ValueError(f"{symbol!r} is not a symbol; the symbols are {' '.join(self.source.tokens[4:])}")
+        return self.source.encode(symbols) + [EOS]
+
+    def config(self, args):
+        return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=self.most + 1,
+                    **model_sizes(args))  # + 1 for EOS, or BOS
+
+    @staticmethod
+    def build(config):
+        return make_model(**config)
+
+    def draw(self, size, generator, held_out=False):
+        """Random sequences -> source (size, 11), target (size, 12). Held out are those of two or more symbols whose
+        sum is a multiple of 10: a last symbol that would make or miss such a sum is turned into one that does not."""
+        length = torch.randint(2 if held_out else 1, self.most + 1, (size, 1), generator=generator)
+        symbols = torch.randint(1, 11, (size, self.most), generator=generator)
+        place = torch.arange(self.most)
+        symbols = symbols * (place < length)
+        rest = symbols.sum(dim=1, keepdim=True) % 10
+        turned = (symbols - rest - 1) % 10 + 1 if held_out else torch.where(rest == 0, symbols % 10 + 1, symbols)
+        symbols = torch.where((place == length - 1) & (length > 1), turned, symbols)
+
+        ids = torch.where(place < length, symbols + len(SPECIAL) - 1, PAD)
+        src = F.pad(ids, (0, 1), value=PAD).scatter(1, length, EOS)
+        return src, F.pad(src, (1, 0), value=BOS)
+
+    def batches(self, args, generator):
+        for _ in range(self.round):
+            yield self.draw(args.batch_size, generator)
+
+    def batches_per_round(self, args):
+        return self.round
+
+    def evaluate(self, model, device):
+        """Loss, and the share of held-out sequences that greedy decoding copies without a mistake."""
+        metrics = evaluate_batches(self, model, [self.valid], device)
+        src = self.valid[0].to(device)
+        said = greedy_decode(model, src, self.most + 1)
+        said = F.pad(said, (0, self.most + 1 - said.size(1)), value=PAD)
+        metrics["accuracy"] = (said == src).all(dim=1).float().mean().item()
+        return metrics
+
+    score = staticmethod(Sentiment.score)
+
+    def samples(self, model, turn):
+        src = self.valid[0][turn].tolist()
+        return [f"{' '.join(self.source.decode(src))}  ->  {' '.join(self.say(model, [src])[0])}"]
+
+
+class Translate(Seq2Seq):
+    """Sentences in one language to sentences in another."""
+
+    columns = ("source",), ("target",)
+    measure = "next-word accuracy"
+    recipe = dict(epochs=12, steps=None, batch_size=2500, lr=3e-3, warmup=100, dropout=0.15, layers=3, d_model=128,
+                  heads=4, d_ff=256, norm="pre")
+    longest = 128  # tokens of a side; longer pairs are left out
+    label_smoothing = 0.1
+    threads = None
+
+    def __init__(self, vocab):
+        self.source, self.target = Vocab(vocab["source"]), Vocab(vocab["target"])
+        self.vocab = vocab
+
+    @classmethod
+    def read(cls, args):
+        if not args.data:
+            raise ValueError("--task translate needs --data FILE, lines of source<TAB>target")
+        train, valid, checksum = read_split(args, cls.columns)
+        sides = zip(*((tokenize(source), tokenize(target)) for source, target in train))
+        task = cls({name: make_vocab(side, min_count=2) for name, side in zip(("source", "target"), sides)})
+        task.train, task.valid = task.encode_pairs(train, args.data), task.encode_pairs(valid, args.valid or args.data)
+        task.checksum = checksum
+        return task
+
+    def encode(self, text):
+        return self.source.encode(tokenize(text)) + [EOS]
+
+    def encode_pairs(self, pairs, path):
+        encoded = [(self.encode(source), [BOS, *self.target.encode(tokenize(target)), EOS]) for source, target in pairs]
+        kept = [pair for pair in encoded if max(map(len, pair)) <= self.longest + 2]
+        if len(kept) < len(pairs):
+            print(f"{path}: {len(pairs) - len(kept)} pairs of more than {self.longest} tokens left out")
+        if not kept:
+            raise ValueError(f"{path}: every pair has more than {self.longest} tokens")
+        return kept
+
+    def config(self, args):
+        longest = max(max(len(src), len(tgt) - 1) for src, tgt in self.train + self.valid)
+        return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=longest, **model_sizes(args))
+
+    @staticmethod
+    def build(config):
+        """The target's embedding and the generator are one matrix (paper 3.4): both say how alike two words are."""
+        model = make_model(**config)
+        model.generator.weight = model.tgt_embed[0].embedding.weight
+        return model
+
+    def batches(self, args, generator):
+        for some in length_batches(self.train, args.batch_size, generator, in_tokens=True):
+            yield self.batch(some)
+
+    def batches_per_round(self, args):
+        return len(length_batches(self.train, args.batch_size, in_tokens=True))
+
+    def batch(self, examples):
+        return tuple(pad(side) for side in zip(*examples))
+
+    def evaluate(self, model, device):
+        some = length_batches(self.valid, 2500, in_tokens=True)
+        return evaluate_batches(self, model, (self.batch(examples) for examples in some), device)
+
+    @staticmethod
+    def score(metrics):
+        return -metrics["loss"],
+
+    def samples(self, model, turn):
+        shown = self.valid[:3]
+        said = self.say(model, [src for src, _ in shown])
+        return [f"{join_tokens(self.source.decode(src))}  ->  {join_tokens(words)}"
+                for (src, _), words in zip(shown, said)]
+
+
+TASKS = {"sentiment": Sentiment, "copy": Copy, "translate": Translate}
+
+
+def read_split(args, columns):
+    """The pairs of args.data and args.valid, or of args.data alone: training, held-out, and their checksum."""
+    train, checksum = read_pairs(args.data, columns)
+    if args.valid:
+        valid, other = read_pairs(args.valid, columns)
+        return train, valid, checksum ^ other
+    if len(train) < 2:
+        raise ValueError(f"{args.data}: one line with text; two are needed, to train on and to hold out")
+    return *hold_out(train, args.seed), checksum
+
+
+def model_sizes(args):
+    return dict(d_model=args.d_model, num_heads=args.heads, num_layers=args.layers, d_ff=args.d_ff,
+                dropout=args.dropout, norm_first=args.norm == "pre")
+
+
+def length_batches(examples, size, generator=None, in_tokens=False):
+    """The examples, each a pair, in batches of like length, so that little is padding; a list of lists.
+
+    A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With a generator,
+    equally long examples and the batches are shuffled; the number of batches stays.
+    """
+    def lengths(example):
+        return tuple(len(side) for side in example if isinstance(side, list))
+
+    order = range(len(examples)) if generator is None else torch.randperm(len(examples), generator=generator).tolist()
+    batches, longest = [[]], 0
+    for example in sorted((examples[i] for i in order), key=lengths):
+        longest = max(longest, *lengths(example), 0)
+        if batches[-1] and (len(batches[-1]) + 1) * (longest if in_tokens else 1) > size:
+            batches.append([])
+            longest = max(*lengths(example), 0)
+        batches[-1].append(example)
+    if generator is not None:
+        batches = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    return batches
+
+
+def target_loss(logits, wanted, label_smoothing=0.0):
+    """The mean cross-entropy over the targets that count; 0, not nan, where none does."""
+    loss = F.cross_entropy(logits, wanted, reduction="sum", label_smoothing=label_smoothing)
+    return loss / (wanted >= 0).sum().clamp(min=1)
+
+
+def evaluate_batches(task, model, batches, device):
+    """Loss and accuracy over the batches, each target counted once."""
+    loss = targets = hits = 0
+    with evaluating(model):
+        for batch in batches:
+            logits, wanted = task.predict(model, [t.to(device) for t in batch])
+            loss += F.cross_entropy(logits, wanted, reduction="sum").item()
+            targets += (wanted >= 0).sum().item()
+            hits += (logits.argmax(dim=-1) == wanted).sum().item()
+    return {"loss": loss / targets, "accuracy": hits / targets}
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def resume_path(path):
+    """checkpoints/copy.pt -> checkpoints/copy.resume.pt"""
+    return path.with_suffix(".resume.pt")
+
+
+def save_checkpoint(path, checkpoint):
+    """Write a dict of tensors, numbers, strings, lists and dicts; a kill leaves the old file or the new one."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(buffer.getbuffer())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_checkpoint(path, device):
+    """The dict that save_checkpoint wrote, its tensors on the device. ValueError for any other file."""
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()  # torch.load does not compare the checksums
+        if damaged is None:
+            return torch.load(path, map_location=device, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a file of any content comes here, and torch.load says no in many ways
+        raise ValueError(f"{path}: not a checkpoint that train.py wrote ({type(error).__name__})") from None
+    raise ValueError(f"{path}: damaged; train again")
+
+
+def load_checkpoint(path, device):
+    """The task, the model in evaluation mode and the dict of checkpoints/<task>.pt. ValueError if it is no such."""
+    checkpoint = read_checkpoint(path, device)
+    try:
+        task = TASKS[checkpoint["task"]](checkpoint["vocab"])
+        model = task.build(checkpoint["config"])
+        model.load_state_dict(checkpoint["model"])
+        checkpoint["history"], checkpoint["metrics"]
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path}: not a checkpoint that train.py wrote ({type(error).__name__})") from None
+    return task, model.to(device).eval(), checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def set_seed(seed=42):
+    """The same numbers at every run (article 1, 6.5)."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def pick_device(name):
+    """The torch.device of that name; auto is CUDA where there is one, else the CPU, and says which on stderr."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        print(f"device: {name}", file=sys.stderr)
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # what torch raises here differs by device and version
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"--device {name} cannot be used here; try --device cpu ({reason})") from None
+    return device
+
+
+@contextlib.contextmanager
+def signals_noted():
+    """A list that Ctrl-C and SIGTERM are put into, instead of ending the program; a second one ends it."""
+    noted = []
+
+    def note(number, frame):
+        noted.append(number)
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def warm_up_and_decay(steps, warmup):
+    """A function of the step: the rate rises for warmup steps, then falls in a line to 0."""
+    return lambda step: min((step + 1) / max(1, warmup), (steps - step) / max(1, steps - warmup))
+
+
+def random_state(device):
+    """What decides the dropout from here on."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(state, device):
+    torch.set_rng_state(state[0].cpu())
+    if device.type == "cuda" and len(state) > 1:
+        torch.cuda.set_rng_state(state[1].cpu(), device)
+
+
+def train(task, model, args, device, path, resumed=None):
+    """Train the model on the task; the best weights go to path. Returns the exit status: 0, 1 if the loss became nan,
+    128 + its number if a signal ended it. resumed is what an interrupted run left at resume_path(path)."""
+    if task.threads:
+        torch.set_num_threads(task.threads)
+    set_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)  # draws the data, on the CPU: the same on every device
+    for module in model.to(device).train().modules():
+        if hasattr(module, "fused"):
+            module.fused = args.fused
+    steps = args.steps or args.epochs * task.batches_per_round(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), fused=device.type in ("cpu", "cuda"))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay(steps, args.warmup))
+    step, done, history, best = 0, 0, [], None  # done: batches of this round that are behind us
+    if resumed:
+        model.load_state_dict(resumed["model"])
+        optimizer.load_state_dict(resumed["optimizer"])
+        scheduler.load_state_dict(resumed["scheduler"])
+        step, done, history, best = (resumed[key] for key in ("step", "done", "history", "best"))
+        generator.set_state(resumed["generator"].cpu())
+        set_random_state(resumed["random"], device)
+
+    def save_for_resume(drawn):
+        save_checkpoint(resume_path(path), dict(
+            options=vars(args), checksum=task.checksum, model=model.state_dict(), optimizer=optimizer.state_dict(),
+            scheduler=scheduler.state_dict(), step=step, done=done, history=history, best=best, generator=drawn,
+            random=random_state(device)))
+
+    print(f"{args.task}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps"
+          + (f", going on after step {step}" if step else ""))
+    progress = Progress(args.task, step, steps)
+    with signals_noted() as signals:
+        while step < steps:
+            drawn = generator.get_state()
+            for batch in itertools.islice(task.batches(args, generator), done, done + steps - step):
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                    logits, wanted = task.predict(model, [t.to(device) for t in batch])
+                    loss = target_loss(logits, wanted, task.label_smoothing)
+
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+
+                step, done = step + 1, done + 1
+                if not math.isfinite(loss.item()):
+                    progress.end(f"the loss is {loss.item()} at step {step}; try a smaller --lr. "
+                                 f"{f'The best weights so far are in {path}' if best else 'Nothing is saved'}")
+                    return 1
+                progress.update(step, loss.item(), batch)
+                if signals:
+                    save_for_resume(drawn)
+                    progress.end(f"stopped at step {step}; to go on: python train.py --task {args.task} --resume"
+                                 + (f" --checkpoint {path}" if path != default_path(args.task) else ""))
+                    return 128 + signals[0]
+
+            done = 0
+            metrics = task.evaluate(model, device)
+            history.append({"step": step, "train_loss": progress.mean_loss(), **metrics})
+            if best is None or task.score(metrics) >= task.score(best["metrics"]):
+                weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                best = dict(task=args.task, config=task.config(args), vocab=task.vocab, seed=args.seed, step=step,
+                            history=history, metrics=metrics, model=weights)
+            save_checkpoint(path, best)
+            save_for_resume(generator.get_state())
+            progress.end(f"held-out loss {metrics['loss']:.3f}  {task.measure} {metrics['accuracy']:.1%}")
+            for line in task.samples(model, len(history)):
+                print(f"    {line}")
+
+    resume_path(path).unlink()
+    print(f"{args.task}: {task.measure} {best['metrics']['accuracy']:.1%} on held-out data at step {best['step']}; "
+          f"saved to {path}\n")
+    return 0
+
+
+class Progress:
+    """A line that renews itself on a terminal; in a file, only the lines that end() finishes."""
+
+    def __init__(self, name, step, steps):
+        self.name, self.first, self.step, self.steps = name, step, step, steps
+        self.started = time.monotonic()
+        self.renewed = 0.0
+        self.begin()
+
+    def begin(self):
+        self.losses, self.tokens, self.since, self.now = [], 0, time.monotonic(), time.monotonic()
+
+    def update(self, step, loss, batch):
+        self.step, self.now = step, time.monotonic()
+        self.losses.append(loss)
+        self.tokens += sum((ids != PAD).sum().item() for ids in batch if ids.dim() == 2)  # labels are 1-D
+        if sys.stdout.isatty() and self.now - self.renewed > 0.1:
+            self.renewed = self.now
+            print(f"\r{self.line()[:shutil.get_terminal_size().columns - 1]}\x1b[K", end="", flush=True)
+
+    def mean_loss(self):
+        return sum(self.losses) / max(1, len(self.losses))
+
+    def line(self):
+        speed = self.tokens / max(1e-9, self.now - self.since)
+        left = (time.monotonic() - self.started) / max(1, self.step - self.first) * (self.steps - self.step)
+        return (f"{self.name}  step {self.step:{len(str(self.steps))}}/{self.steps}  loss {self.mean_loss():.3f}  "
+                f"{speed:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left")
+
+    def end(self, text):
+        print(f"{chr(13) if sys.stdout.isatty() else ''}{self.line()}  {text}", flush=True)
+        self.begin()
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def default_path(name):
+    return Path("checkpoints") / f"{name}.pt"
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: an int or a float with low <= it < high."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < high:
+            bounds = f"at least {low}" if high == math.inf else f"at least {low} and below {high}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} {bounds}")
+        return value
+    return parse
+
+
+def make_parser():
+    recipes = {"sentiment": Sentiment.recipe, "sentiment --data": Sentiment.data_recipe, "copy": Copy.recipe,
+               "translate": Translate.recipe}
+
+    def default(key):
+        shown = {f"{name} {recipe[key]}" for name, recipe in recipes.items() if recipe[key] is not None}
+        values = {recipe[key] for recipe in recipes.values()}
+        return f"(default: {values.pop()})" if len(values) == 1 else f"(default: {', '.join(sorted(shown))})"
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--task", choices=["all", *TASKS], default="all", help="all is sentiment and copy (default: all)")
+    what.add_argument("--data", metavar="FILE", help="train on this file (default: the toy)")
+    what.add_argument("--valid", metavar="FILE", help="held-out data (default: a tenth of --data)")
+    what.add_argument("--checkpoint", metavar="PATH", help="where the best weights go (default: checkpoints/<task>.pt)")
+    what.add_argument("--resume", action="store_true", help="go on with the interrupted run of this task")
+    how = parser.add_argument_group("how to train")
+    length = how.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=number(int, 1), help=f"rounds through the data {default('epochs')}")
+    length.add_argument("--steps", type=number(int, 1), help=f"or batches in all {default('steps')}")
+    how.add_argument("--batch-size", type=number(int, 1), metavar="N",
+                     help=f"sequences in a batch; translate: tokens of a side {default('batch_size')}")
+    how.add_argument("--lr", type=number(float, 1e-9, 10), help=f"the highest learning rate {default('lr')}")
+    how.add_argument("--warmup", type=number(int, 0), metavar="STEPS",
+                     help=f"steps until it is reached; from there it falls to 0 {default('warmup')}")
+    how.add_argument("--dropout", type=number(float, 0, 1), help=default("dropout"))
+    how.add_argument("--seed", type=number(int, 0, 2 ** 63), help="the same seed, the same weights (default: 42)")
+    size = parser.add_argument_group("size of the model")
+    size.add_argument("--layers", type=number(int, 1), help=f"on each side {default('layers')}")
+    size.add_argument("--d-model", type=number(int, 1), metavar="N", help=default("d_model"))
+    size.add_argument("--heads", type=number(int, 1), help=default("heads"))
+    size.add_argument("--d-ff", type=number(int, 1), metavar="N", help=f"width of the feed-forward {default('d_ff')}")
+    size.add_argument("--norm", choices=["pre", "post"], help=f"before or after each sublayer {default('norm')}")
+    where = parser.add_argument_group("where and in which precision")
+    where.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu, cuda, cuda:1, ... (default: auto)")
+    where.add_argument("--precision", choices=["fp32", "bf16"], help="bf16 is autocast (default: fp32)")
+    where.add_argument("--fused", action="store_true", help="PyTorch's attention and norm kernels instead of the formulas; "
+                       "no weights to look at (default: off)")
+    return parser
+
+
+def fill_in(args, name, resumed):
+    """The options of one task: those given, then those of the interrupted run, then the task's recipe."""
+    given = {key: getattr(args, key) for key in (*Copy.recipe, "data", "valid", "seed", "precision", "fused")}
+    given = {key: value for key, value in given.items() if value not in (None, False)}
+    if resumed:
+        for key, value in given.items():
+            if value != resumed["options"].get(key):
+                raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
+                                 f"{resumed['options'].get(key)}; without --resume a new one begins")
+        return argparse.Namespace(**resumed["options"])
+    recipe = TASKS[name].data_recipe if name == "sentiment" and args.data else TASKS[name].recipe
+    options = dict(recipe, task=name, data=None, valid=None, seed=42, precision="fp32", fused=False)
+    if "steps" in given or "epochs" in given:
+        options["steps"] = options["epochs"] = None
+    return argparse.Namespace(**{**options, **given})
+
+
+def prepare(name, args, path):
+    """Everything that can be wrong with the arguments, the data and the files is found here, before any training:
+    the task with its data, the fresh model, the options, what an interrupted run left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory")
+    tempfile.TemporaryFile(dir=path.parent).close()
+    resumed = None
+    if args.resume:
+        if not resume_path(path).exists():
+            raise ValueError(f"nothing to resume: there is no {resume_path(path)}")
+        resumed = read_checkpoint(resume_path(path), "cpu")
+        if resumed.get("options", {}).get("task") != name:
+            raise ValueError(f"{resume_path(path)} is not the state of an interrupted {name} run")
+    options = fill_in(args, name, resumed)
+    if options.epochs and name == "copy":
+        raise ValueError("--epochs: copy makes its data as it goes; say --steps")
+    task = TASKS[name].read(options)
+    if resumed and resumed["checksum"] != task.checksum:
+        raise ValueError(f"{options.data} has changed since the interrupted run")
+    set_seed(options.seed)
+    return task, task.build(task.config(options)), options, resumed
+
+
+def main(argv=None):
+    """Returns the exit status."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    names = ["sentiment", "copy"] if args.task == "all" else [args.task]
+    for option in "data", "valid", "checkpoint", "resume":
+        if getattr(args, option) and args.task == "all":
+            parser.error(f"--{option} needs one task: --task sentiment, copy or translate")
+    if args.task == "copy" and (args.data or args.valid):
+        parser.error("--task copy makes its own data; --data and --valid are for sentiment and translate")
+    if args.valid and not args.data:
+        parser.error("--valid needs --data, the file to train on")
+    paths = [Path(args.checkpoint) if args.checkpoint else default_path(name) for name in names]
+    try:
+        device = pick_device(args.device)
+        jobs = [prepare(name, args, path) for name, path in zip(names, paths)]
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
+    for (task, model, options, resumed), path in zip(jobs, paths):
+        try:
+            status = train(task, model, options, device, path, resumed)
+        except OSError as error:
+            print(f"train.py: error: {path} could not be written: {error.strerror}", file=sys.stderr)
+            return 2
+        if status != 0:
+            return status
+    return 0
+
+
+def load_or_train(name, path, device):
+    """load_checkpoint of path or, where path is None, of the task's default place, trained first if nothing is there."""
+    if path is None:
+        path = default_path(name)
+        if not path.exists():
+            print(f"{path} is not there yet; training it first", file=sys.stderr)
+            with contextlib.redirect_stdout(sys.stderr):
+                status = main(["--task", name, "--device", str(device)])
+            if status != 0:
+                sys.exit(status)
+    return load_checkpoint(Path(path), device)
+
+
+def run(main):
+    """Call a script's main and exit with its status. Output never dies of the terminal's encoding, and a reader who
+    closes the pipe or presses Ctrl-C sees no traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would try to flush it again
+        status = 141
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    run(main)
