@@ -151,13 +151,47 @@ def pad(rows):
 
 
 # ---------------------------------------------------------------------------------------------------------- tasks
-#
-# A task knows its data, its model and what counts as good; the training loop below knows none of it. A batch is a
-# tuple of tensors, ids as (batch, len). What each method gives back is said once, in Sentiment.
 
 
-class Sentiment:
-    """Article 1, 4.6: read a film remark, say what its writer thinks."""
+class Task:
+    """What the training loop asks of a task; it knows nothing else of it. A batch is a tuple of tensors, ids as (batch,
+    len). Beside what stands here a task has
+
+        recipe                     the defaults of its options
+        measure                    what its accuracy counts
+        __init__(vocab)            lists of strings, as they stand in the checkpoint
+        read(args)                 class method: the task with its data, .train and .valid
+        config(args)               the numbers that build the model, saved beside its weights
+        build(config)              the model
+        batch(examples)            some of .train as a batch
+        predict(model, batch)      logits (targets, classes); what is wanted (targets), -100 where nothing is
+        samples(model, turn)       lines that show what the model does with held-out data
+    """
+
+    label_smoothing = 0.0
+    checksum = 0       # of the data files
+    threads = 1        # at the toys' sizes a second thread waits more than it works; None: all
+    in_tokens = False  # --batch-size counts tokens, not examples
+
+    def batches(self, args, generator):
+        """The batches of one round of training; the held-out data is looked at after each round."""
+        return map(self.batch, length_batches(self.train, args.batch_size, generator, self.in_tokens))
+
+    def batches_per_round(self, args):
+        return len(length_batches(self.train, args.batch_size, None, self.in_tokens))
+
+    def evaluate(self, model, device):
+        """{"loss", "accuracy"} on the held-out data."""
+        batches = length_batches(self.valid, 2500 if self.in_tokens else 256, None, self.in_tokens)
+        return evaluate_batches(self, model, map(self.batch, batches), device)
+
+    def score(self, metrics):
+        """What the best weights have most of."""
+        return metrics["accuracy"], -metrics["loss"]
+
+
+class Sentiment(Task):
+    """Read a film remark, say what its writer thinks (article 1, 4.6)."""
 
     columns = ("text", "review", "sentence"), ("label",)
     measure = "accuracy"
@@ -165,77 +199,46 @@ class Sentiment:
                   d_ff=64, norm="post")
     data_recipe = dict(recipe, epochs=12, batch_size=64, lr=1e-3, warmup=100, dropout=0.4, d_model=64, d_ff=128)
     longest = 256  # tokens of a text that are read; the rest is cut off
-    threads = 1    # at such sizes a second thread waits more than it works
-    label_smoothing = 0.0
 
     def __init__(self, vocab):
-        """vocab: lists of strings, as in the checkpoint."""
-        self.words, self.labels = Vocab(vocab["words"]), vocab["labels"]
         self.vocab = vocab
+        self.words, self.labels = Vocab(vocab["words"]), vocab["labels"]
 
     @classmethod
     def read(cls, args):
-        """The task with its data: from args.data and args.valid, or the toy remarks."""
-        if args.data:
-            train, valid, checksum = read_split(args, cls.columns)
-        else:
-            (train, valid), checksum = toy_remarks(), 0
+        train, valid, checksum = read_split(args, cls.columns) if args.data else (*toy_remarks(), 0)
         labels = sorted({label for _, label in train})
         if len(labels) < 2:
             raise ValueError(f"{args.data}: all training lines have the label {labels[0]!r}; two are needed")
-        unknown = sorted({label for _, label in valid} - set(labels))
-        if unknown:
-            raise ValueError(f"{args.valid or args.data}: no training line has the held-out label {unknown[0]!r}")
-        words = make_vocab((tokenize(text) for text, _ in train), min_count=2)
-        task = cls({"words": words, "labels": labels})
-        task.train, task.valid = task.encode_pairs(train), task.encode_pairs(valid)
+        for _, label in valid:
+            if label not in labels:
+                raise ValueError(f"{args.valid or args.data}: no training line has the held-out label {label!r}")
+        task = cls({"words": make_vocab((tokenize(text) for text, _ in train), min_count=2), "labels": labels})
+        task.train, task.valid = ([(task.encode(text)[:cls.longest], labels.index(label)) for text, label in pairs]
+                                  for pairs in (train, valid))
         task.checksum = checksum
         return task
 
     def encode(self, text):
         return self.words.encode(tokenize(text))
 
-    def encode_pairs(self, pairs):
-        return [(self.encode(text)[:self.longest], self.labels.index(label)) for text, label in pairs]
-
     def config(self, args):
-        """The numbers that build the model, saved beside its weights."""
         longest = max(len(ids) for ids, _ in self.train + self.valid)
         return dict(vocab_size=len(self.words), num_classes=len(self.labels), max_len=longest, **model_sizes(args))
 
-    @staticmethod
-    def build(config):
+    def build(self, config):
         return TransformerClassifier(**config)
 
-    def batches(self, args, generator):
-        """The batches of one round of training; the held-out data is looked at after each round."""
-        for some in length_batches(self.train, args.batch_size, generator):
-            yield self.batch(some)
-
-    def batches_per_round(self, args):
-        return len(length_batches(self.train, args.batch_size))
-
     def batch(self, examples):
-        """-> tokens (batch, len), labels (batch)."""
+        """Token ids (batch, len), labels (batch)."""
         ids, labels = zip(*examples)
         return pad(ids), torch.tensor(labels)
 
     def predict(self, model, batch):
-        """Logits (targets, classes) and what is wanted (targets), -100 at those that do not count."""
         tokens, labels = batch
         return model(tokens, make_padding_mask(tokens))[0], labels
 
-    def evaluate(self, model, device):
-        """Loss and accuracy on the held-out data."""
-        return evaluate_batches(self, model, (self.batch(some) for some in length_batches(self.valid, 256)), device)
-
-    @staticmethod
-    def score(metrics):
-        """What the best weights have most of."""
-        return metrics["accuracy"], -metrics["loss"]
-
     def samples(self, model, turn):
-        """A few lines that show what the model does with held-out data."""
         ids, _ = self.valid[turn % len(self.valid)]
         with evaluating(model):
             logits, _ = model(torch.tensor([ids], device=next(model.parameters()).device))
@@ -258,11 +261,14 @@ def toy_remarks():
     return remarks[len(remarks) // 5:], remarks[:len(remarks) // 5]
 
 
-class Seq2Seq:
+class Seq2Seq(Task):
     """What copying and translating share. A batch is source ids ... EOS and target ids BOS ... EOS, each (batch, len).
 
     The source has its EOS too: that is where the decoder looks when it is time to stop.
     """
+
+    def build(self, config):
+        return make_model(**config)
 
     def predict(self, model, batch):
         src, tgt = batch
@@ -283,6 +289,10 @@ class Seq2Seq:
         said = greedy_decode(model, pad(rows).to(device), model.tgt_embed[1].max_len)
         return [self.target.decode(row) for row in said.tolist()]
 
+    def shown(self, model, rows):
+        return [f"{join_tokens(self.source.decode(row))}  ->  {join_tokens(tokens)}"
+                for row, tokens in zip(rows, self.say(model, rows))]
+
 
 def shift(tgt):
     """BOS a b c EOS -> what the decoder is given, BOS a b c, and what is wanted of it at each place, a b c EOS."""
@@ -296,15 +306,11 @@ class Copy(Seq2Seq):
     measure = "exact match"
     recipe = dict(epochs=None, steps=250, batch_size=64, lr=5e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
                   heads=4, d_ff=128, norm="pre")
-    round = 50         # batches
-    most = 10          # symbols in a sequence
-    threads = 1
-    label_smoothing = 0.0
-    checksum = 0
+    most = 10  # symbols in a sequence
 
     def __init__(self, vocab):
-        self.source = self.target = Vocab(vocab["symbols"])
         self.vocab = vocab
+        self.source = self.target = Vocab(vocab["symbols"])
         self.valid = self.draw(1000, torch.Generator().manual_seed(0), held_out=True)
 
     @classmethod
@@ -322,10 +328,6 @@ class Copy(Seq2Seq):
         return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=self.most + 1,
                     **model_sizes(args))  # + 1 for EOS, or BOS
 
-    @staticmethod
-    def build(config):
-        return make_model(**config)
-
     def draw(self, size, generator, held_out=False):
         """Random sequences -> source (size, 11), target (size, 12). Held out are those of two or more symbols whose
         sum is a multiple of 10: a last symbol that would make or miss such a sum is turned into one that does not."""
@@ -342,26 +344,21 @@ class Copy(Seq2Seq):
         return src, F.pad(src, (1, 0), value=BOS)
 
     def batches(self, args, generator):
-        for _ in range(self.round):
-            yield self.draw(args.batch_size, generator)
+        return (self.draw(args.batch_size, generator) for _ in range(self.batches_per_round(args)))
 
     def batches_per_round(self, args):
-        return self.round
+        return 50
 
     def evaluate(self, model, device):
-        """Loss, and the share of held-out sequences that greedy decoding copies without a mistake."""
-        metrics = evaluate_batches(self, model, [self.valid], device)
+        """The loss, and the share of held-out sequences that greedy decoding copies without a mistake."""
         src = self.valid[0].to(device)
         said = greedy_decode(model, src, self.most + 1)
         said = F.pad(said, (0, self.most + 1 - said.size(1)), value=PAD)
-        metrics["accuracy"] = (said == src).all(dim=1).float().mean().item()
-        return metrics
-
-    score = staticmethod(Sentiment.score)
+        return {"loss": evaluate_batches(self, model, [self.valid], device)["loss"],
+                "accuracy": (said == src).all(dim=1).float().mean().item()}
 
     def samples(self, model, turn):
-        src = self.valid[0][turn].tolist()
-        return [f"{' '.join(self.source.decode(src))}  ->  {' '.join(self.say(model, [src])[0])}"]
+        return self.shown(model, self.valid[0][turn:turn + 1].tolist())
 
 
 class Translate(Seq2Seq):
@@ -374,18 +371,19 @@ class Translate(Seq2Seq):
     longest = 128  # tokens of a side; longer pairs are left out
     label_smoothing = 0.1
     threads = None
+    in_tokens = True
 
     def __init__(self, vocab):
-        self.source, self.target = Vocab(vocab["source"]), Vocab(vocab["target"])
         self.vocab = vocab
+        self.source, self.target = Vocab(vocab["source"]), Vocab(vocab["target"])
 
     @classmethod
     def read(cls, args):
         if not args.data:
             raise ValueError("--task translate needs --data FILE, lines of source<TAB>target")
         train, valid, checksum = read_split(args, cls.columns)
-        sides = zip(*((tokenize(source), tokenize(target)) for source, target in train))
-        task = cls({name: make_vocab(side, min_count=2) for name, side in zip(("source", "target"), sides)})
+        sources, targets = zip(*((tokenize(source), tokenize(target)) for source, target in train))
+        task = cls({"source": make_vocab(sources, min_count=2), "target": make_vocab(targets, min_count=2)})
         task.train, task.valid = task.encode_pairs(train, args.data), task.encode_pairs(valid, args.valid or args.data)
         task.checksum = checksum
         return task
@@ -395,7 +393,7 @@ class Translate(Seq2Seq):
 
     def encode_pairs(self, pairs, path):
         encoded = [(self.encode(source), [BOS, *self.target.encode(tokenize(target)), EOS]) for source, target in pairs]
-        kept = [pair for pair in encoded if max(map(len, pair)) <= self.longest + 2]
+        kept = [(src, tgt) for src, tgt in encoded if len(src) <= self.longest + 1 and len(tgt) <= self.longest + 2]
         if len(kept) < len(pairs):
             print(f"{path}: {len(pairs) - len(kept)} pairs of more than {self.longest} tokens left out")
         if not kept:
@@ -406,36 +404,20 @@ class Translate(Seq2Seq):
         longest = max(max(len(src), len(tgt) - 1) for src, tgt in self.train + self.valid)
         return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=longest, **model_sizes(args))
 
-    @staticmethod
-    def build(config):
+    def build(self, config):
         """The target's embedding and the generator are one matrix (paper 3.4): both say how alike two words are."""
         model = make_model(**config)
         model.generator.weight = model.tgt_embed[0].embedding.weight
         return model
 
-    def batches(self, args, generator):
-        for some in length_batches(self.train, args.batch_size, generator, in_tokens=True):
-            yield self.batch(some)
-
-    def batches_per_round(self, args):
-        return len(length_batches(self.train, args.batch_size, in_tokens=True))
-
     def batch(self, examples):
         return tuple(pad(side) for side in zip(*examples))
 
-    def evaluate(self, model, device):
-        some = length_batches(self.valid, 2500, in_tokens=True)
-        return evaluate_batches(self, model, (self.batch(examples) for examples in some), device)
-
-    @staticmethod
-    def score(metrics):
-        return -metrics["loss"],
+    def score(self, metrics):
+        return (-metrics["loss"],)
 
     def samples(self, model, turn):
-        shown = self.valid[:3]
-        said = self.say(model, [src for src, _ in shown])
-        return [f"{join_tokens(self.source.decode(src))}  ->  {join_tokens(words)}"
-                for (src, _), words in zip(shown, said)]
+        return self.shown(model, [src for src, _ in self.valid[:3]])
 
 
 TASKS = {"sentiment": Sentiment, "copy": Copy, "translate": Translate}
@@ -449,7 +431,7 @@ def read_split(args, columns):
         return train, valid, checksum ^ other
     if len(train) < 2:
         raise ValueError(f"{args.data}: one line with text; two are needed, to train on and to hold out")
-    return *hold_out(train, args.seed), checksum
+    return (*hold_out(train, args.seed), checksum)
 
 
 def model_sizes(args):
@@ -611,7 +593,8 @@ def train(task, model, args, device, path, resumed=None):
         if hasattr(module, "fused"):
             module.fused = args.fused
     steps = args.steps or args.epochs * task.batches_per_round(args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), fused=device.type in ("cpu", "cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98),
+                                  fused=device.type in ("cpu", "cuda"))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay(steps, args.warmup))
     step, done, history, best = 0, 0, [], None  # done: batches of this round that are behind us
     if resumed:
@@ -725,8 +708,9 @@ def number(kind, low, high=math.inf):
         except ValueError:
             value = math.nan
         if not low <= value < high:
-            bounds = f"at least {low}" if high == math.inf else f"at least {low} and below {high}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'} {bounds}")
+            what = "a whole number" if kind is int else "a number"
+            bounds = f"at least {low}" + (f" and below {high}" if high < math.inf else "")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}, {bounds}")
         return value
     return parse
 
@@ -765,10 +749,10 @@ def make_parser():
     size.add_argument("--d-ff", type=number(int, 1), metavar="N", help=f"width of the feed-forward {default('d_ff')}")
     size.add_argument("--norm", choices=["pre", "post"], help=f"before or after each sublayer {default('norm')}")
     where = parser.add_argument_group("where and in which precision")
-    where.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu, cuda, cuda:1, ... (default: auto)")
+    where.add_argument("--device", default="auto", help="auto (CUDA if there), cpu, cuda, cuda:1, ... (default: auto)")
     where.add_argument("--precision", choices=["fp32", "bf16"], help="bf16 is autocast (default: fp32)")
-    where.add_argument("--fused", action="store_true", help="PyTorch's attention and norm kernels instead of the formulas; "
-                       "no weights to look at (default: off)")
+    where.add_argument("--fused", action="store_true", help="PyTorch's kernels for attention and norm instead of the "
+                       "formulas (default: off)")
     return parser
 
 
@@ -845,7 +829,7 @@ def main(argv=None):
 
 
 def load_or_train(name, path, device):
-    """load_checkpoint of path or, where path is None, of the task's default place, trained first if nothing is there."""
+    """load_checkpoint(path) or, where path is None, that of the task's default place, trained first if it is empty."""
     if path is None:
         path = default_path(name)
         if not path.exists():

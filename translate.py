@@ -53,11 +53,11 @@ def main(argv=None):
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="*", help="the source (default: the lines of stdin)")
-    parser.add_argument("--checkpoint", metavar="PATH", help="of a copy or translate model (default: checkpoints/copy.pt, "
-                        "trained first if it is not there)")
+    parser.add_argument("--checkpoint", metavar="PATH", help="of a copy or translate model (default: "
+                        "checkpoints/copy.pt, trained first if it is not there)")
     parser.add_argument("--evaluate", action="store_true", help="greedy exact match of a copy model on 1,000 held-out "
-                        "sequences")
-    parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu, cuda, cuda:1, ... (default: auto)")
+                        "sequences (default: off)")
+    parser.add_argument("--device", default="auto", help="auto (CUDA if there), cpu, cuda, cuda:1, ... (default: auto)")
     args = parser.parse_args(argv)
     if args.evaluate and args.text:
         parser.error("--evaluate takes no text")
@@ -65,9 +65,9 @@ def main(argv=None):
         device = pick_device(args.device)
         task, model, checkpoint = load_or_train("copy", args.checkpoint, device)
         if not isinstance(task, Seq2Seq):
-            raise ValueError(f"{args.checkpoint} holds a {checkpoint['task']} model; a copy or translate model is needed")
+            raise ValueError(f"{args.checkpoint} holds a {checkpoint['task']} model, not one of copy or translate")
         if args.evaluate and not isinstance(task, Copy):
-            raise ValueError("--evaluate needs a copy model: the held-out sentences of a translation are not in its file")
+            raise ValueError("--evaluate needs a copy model; a translation's held-out sentences are not in its file")
         row = task.source_ids(model, " ".join(args.text)) if args.text else []
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
@@ -75,7 +75,8 @@ def main(argv=None):
         parser.error(str(error))
 
     if args.evaluate:
-        print(f"{task.measure} {task.evaluate(model, device)['accuracy']:.1%} on {len(task.valid[0]):,} held-out sequences")
+        accuracy = task.evaluate(model, device)["accuracy"]
+        print(f"{task.measure} {accuracy:.1%} on {len(task.valid[0]):,} held-out sequences")
         return 0
     if args.text:
         print(answer(task, model, [row])[0])
