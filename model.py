@@ -19,7 +19,10 @@ PAD, UNK, BOS, EOS = range(4)  # the first four ids of every vocabulary: padding
 
 
 class Encoder(nn.Module):
-    """num_layers encoder layers, and one closing norm when norm_first (article 2, 4.1)."""
+    """num_layers encoder layers, and one closing norm when norm_first (article 2, 4.1).
+
+    The layers are made one by one, not as deep copies (article 2: clones), which would start equal.
+    """
 
     def __init__(self, num_layers, d_model, num_heads, d_ff, dropout=0.1, norm_first=True):
         super().__init__()

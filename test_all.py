@@ -9,12 +9,18 @@ The reference is PyTorch with the same weights: nn.MultiheadAttention, nn.LayerN
 gradients agree to 1e-10 in float64. Where there is no reference, a test spells the thing out in slow loops.
 """
 import argparse
+import contextlib
+import functools
+import io
 import itertools
 import math
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -24,6 +30,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import attention as attention_file
+import train
+import translate
 from attention import (MultiHeadAttention, ScaledDotProductAttention, attention, make_padding_mask, make_target_mask,
                        subsequent_mask)
 from model import BOS, EOS, PAD, UNK, Decoder, Encoder, EncoderDecoder, TransformerClassifier, greedy_decode, make_model
@@ -31,8 +39,8 @@ from transformer_layer import (DecoderLayer, Embeddings, EncoderLayer, LayerNorm
                                PositionwiseFeedForward, SublayerConnection)
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["attention", "transformer_layer", "model", "train", "translate"]  # each may import those to its left
-SOURCES = {name: (HERE / f"{name}.py").read_text("utf-8") for name in SOURCES if (HERE / f"{name}.py").exists()}
+SOURCES = {name: (HERE / f"{name}.py").read_text("utf-8")
+           for name in ("attention", "transformer_layer", "model", "train", "translate")}  # the order of import
 
 
 def setup_function():
@@ -62,7 +70,8 @@ def differs(a, b):
 
 
 def raises(error, words, call, *args, **kwargs):
-    """Asserts that call(...) raises this error and that its message holds each of the words."""
+    """Asserts that call(...) raises this error and that its message holds the words, a string or several."""
+    words = [words] if isinstance(words, str) else words
     try:
         call(*args, **kwargs)
     except error as problem:
@@ -130,6 +139,71 @@ def set_fused(model, fused):
     for module in model.modules():
         if hasattr(module, "fused"):
             module.fused = fused
+
+
+@contextlib.contextmanager
+def swapped(owner, name, value):
+    """Inside: owner.name is value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def working_directory():
+    """A fresh directory to write in, left and removed afterwards."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            yield Path(directory)
+        finally:
+            os.chdir(before)
+
+
+def call(main, *argv, stdin=b""):
+    """main([...]) as a user would call it -> exit status, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    source = io.TextIOWrapper(io.BytesIO(stdin))
+    before, sys.stdin = sys.stdin, source
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main(list(argv))
+            except SystemExit as error:
+                status = error.code
+    finally:
+        sys.stdin = before
+    return status, out.getvalue(), err.getvalue()
+
+
+def run_train(*argv):
+    """A run of train.py that must end well -> what it printed."""
+    status, out, err = call(train.main, "--device", "cpu", *argv)
+    assert status == 0, err
+    return out
+
+
+@functools.lru_cache(maxsize=None)
+def trained_toys():
+    """Both toys trained by `python train.py` -> {name: bytes of the checkpoint}, what was printed."""
+    with working_directory() as directory:
+        out = run_train()
+        return {name: (directory / "checkpoints" / f"{name}.pt").read_bytes() for name in ("sentiment", "copy")}, out
+
+
+@contextlib.contextmanager
+def with_toys():
+    """A working directory with the trained toys in checkpoints/."""
+    toys, _ = trained_toys()
+    with working_directory() as directory:
+        (directory / "checkpoints").mkdir()
+        for name, data in toys.items():
+            (directory / "checkpoints" / f"{name}.pt").write_bytes(data)
+        yield directory
 
 
 # --- attention.py
@@ -697,14 +771,426 @@ def test_greedy_decode_respects_max_len_and_the_table():
     raises(ValueError, [" 9 ", "(7)"], greedy_decode, model, torch.full((1, 9), 5), 3)
 
 
+# --- train.py
+
+
+PAIRS = "".join(f"{a} {b}\t{b.upper()} {a.upper()}\n" for a in "abcde" for b in "vwxyz")
+SMALL = "--layers", "1", "--d-model", "16", "--heads", "2", "--d-ff", "16"
+
+
+def test_tokens_are_words_signs_and_cjk_characters():
+    for text, tokens in [("It's a well-known FILM!", ["it's", "a", "well-known", "film", "!"]),
+                         ("don’t", ["don't"]),
+                         ("a boy 's hat -", ["a", "boy", "'s", "hat", "-"]),
+                         ("'quoted'", ["'", "quoted", "'"]),
+                         ("我爱ABC电影。", ["我", "爱", "abc", "电", "影", "。"]),
+                         ("カタカナ 한글", ["カ", "タ", "カ", "ナ", "한", "글"]),
+                         ("cafe\u0301", ["café"]),
+                         ("good\u3000film \U0001f600", ["good", "film", "\U0001f600"]),
+                         (" \t\n\u3000", [])]:
+        assert train.tokenize(text) == tokens, text
+
+
+def test_tokens_join_with_spaces_but_for_cjk():
+    assert train.join_tokens(["a", "film", "我", "爱", "电", "影"]) == "a film 我爱电影"
+
+
+def test_vocab_keeps_frequent_tokens_and_calls_the_others_unknown():
+    vocab = train.Vocab(train.make_vocab([["b", "a", "b"], ["a", "b", "c"]], min_count=2))
+    assert vocab.tokens == ["<pad>", "<unk>", "<bos>", "<eos>", "b", "a"]
+    assert vocab.encode(["a", "b", "c"]) == [5, 4, UNK]
+    assert vocab.decode([5, 4, UNK, EOS, PAD]) == ["a", "b", "<unk>"]
+
+
+def test_special_tokens_have_the_ids_of_the_constants():
+    assert [train.SPECIAL[i] for i in (PAD, UNK, BOS, EOS)] == ["<pad>", "<unk>", "<bos>", "<eos>"]
+
+
+def test_data_files_are_read_as_pairs():
+    columns = train.Sentiment.columns
+    for name, data in [("plain.tsv", b"good film\tyes\nbad \"film\tno\n"),
+                       ("bom-crlf.tsv", b"\xef\xbb\xbfgood film\tyes\r\n\r\nbad \"film\tno\r\n"),
+                       ("header.tsv", b"sentence\tlabel\ngood film\tyes\nbad \"film\tno"),
+                       ("holes.tsv", b"good film\tyes\n\tno\nbad \"film\tno\n \xe3\x80\x80\tno\nbad film\t\n"),
+                       ("some.csv", b'Label , Review,id\r\nyes,good film,1\r\nno,"bad ""film",2\r\n')]:
+        with working_directory(), contextlib.redirect_stdout(io.StringIO()):
+            Path(name).write_bytes(data)
+            assert train.read_pairs(name, columns)[0] == [("good film", "yes"), ('bad "film', "no")], name
+
+
+def test_a_field_of_a_csv_may_hold_line_breaks():
+    with working_directory():
+        Path("some.csv").write_text('text,label\n"one\ntwo",yes\n', encoding="utf-8")
+        assert train.read_pairs("some.csv", train.Sentiment.columns)[0] == [("one\ntwo", "yes")]
+
+
+def test_bad_data_files_are_one_line_with_the_place():
+    for name, data, message in [("empty.tsv", b"", "no line with text"),
+                                ("blank.tsv", b" \n\t\n", "no line with text"),
+                                ("one-column.tsv", b"a\tyes\nb\n", "line 2: 0 tabs"),
+                                ("three.tsv", b"a\tb\tyes\n", "line 1: 2 tabs"),
+                                ("latin.tsv", b"caf\xe9\tyes\n", "not UTF-8"),
+                                ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
+                                ("no-header.csv", b"good film,yes\n", "no column text or review or sentence"),
+                                ("no-label.csv", b"text,stars\na,5\n", "no column label; it reads: text, stars"),
+                                ("short.csv", b"text,label\na,yes\nb\n", "line 3: 1 columns"),
+                                ("empty.csv", b"", "no column")]:
+        with working_directory():
+            Path(name).write_bytes(data)
+            raises(ValueError, message, train.read_pairs, name, train.Sentiment.columns)
+            raises(ValueError, name, train.read_pairs, name, train.Sentiment.columns)
+
+
+def test_a_seeded_tenth_is_held_out():
+    pairs = [(str(i), "x") for i in range(50)]
+    rest, held = train.hold_out(pairs, seed=1)
+    assert len(held) == 5 and sorted(rest + held) == sorted(pairs)
+    assert train.hold_out(pairs, seed=1) == (rest, held) != train.hold_out(pairs, seed=2)
+    assert len(train.hold_out(pairs[:2], seed=1)[1]) == 1
+
+
+def test_toy_remarks_negate_and_hold_out_whole_sentences():
+    training, held = train.toy_remarks()
+    labels = dict(training + held)
+    assert labels["the film was not great"] == labels["the film was bad"] == "negative"
+    assert labels["the film was not bad"] == labels["the film was great"] == "positive"
+    assert not set(training) & set(held) and len(held) > 200
+
+
+def test_copy_batches_are_what_they_should_be():
+    src, tgt = train.Copy.read(None).draw(500, torch.Generator().manual_seed(0))
+    for source, target in zip(src.tolist(), tgt.tolist()):
+        symbols = source[:source.index(EOS)]
+        assert 1 <= len(symbols) <= 10 and all(4 <= symbol <= 13 for symbol in symbols)
+        assert source == symbols + [EOS] + [PAD] * (10 - len(symbols))
+        assert target == [BOS] + source
+
+
+def test_copy_never_trains_on_what_it_is_judged_by():
+    task = train.Copy.read(None)
+
+    def held_out(src):
+        rows = [[i - 3 for i in row if i > EOS] for row in src.tolist()]
+        return [len(row) > 1 and sum(row) % 10 == 0 for row in rows]
+    assert all(held_out(task.valid[0]))
+    assert not any(held_out(task.draw(5000, torch.Generator().manual_seed(1))[0]))
+
+
+def test_the_label_is_the_input_one_step_later():
+    given, wanted = train.shift(torch.tensor([[BOS, 7, 8, 9, EOS]]))
+    assert given.tolist() == [[BOS, 7, 8, 9]] and wanted.tolist() == [[7, 8, 9, EOS]]
+
+
+def test_padding_is_in_neither_loss_nor_accuracy():
+    torch.manual_seed(0)
+    task = train.Copy.read(None)
+    model = make_model(14, 14, num_layers=1, d_model=16, num_heads=2, d_ff=16, max_len=20)
+    src, tgt = task.draw(8, torch.Generator().manual_seed(0))
+    longer = [F.pad(ids, (0, 5), value=PAD) for ids in (src, tgt)]
+    a, b = (train.evaluate_batches(task, model, [batch], "cpu") for batch in ([src, tgt], longer))
+    assert abs(a["loss"] - b["loss"]) < 1e-6 and a["accuracy"] == b["accuracy"]
+
+
+def test_a_batch_without_targets_gives_no_nan():
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = train.target_loss(logits, torch.full((3,), -100), label_smoothing=0.1)
+    loss.backward()
+    assert loss.item() == 0 and logits.grad.abs().sum() == 0
+
+
+def test_loss_is_pytorchs_mean_over_the_real_targets():
+    logits, wanted = torch.randn(6, 5), torch.tensor([0, 3, -100, 4, -100, 1])
+    for smoothing in 0.0, 0.1:
+        assert torch.allclose(train.target_loss(logits, wanted, smoothing),
+                              F.cross_entropy(logits, wanted, label_smoothing=smoothing))
+
+
+def test_length_batches_hold_each_example_once_and_little_padding():
+    lengths = torch.randint(1, 40, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    examples = [([i] * n, [i] * (n + 1)) for i, n in enumerate(lengths)]
+    plain = train.length_batches(examples, 300, in_tokens=True)
+    mixed = train.length_batches(examples, 300, torch.Generator().manual_seed(1), in_tokens=True)
+    assert len(plain) == len(mixed) and plain != mixed
+    for batches in plain, mixed:
+        assert sorted(example for batch in batches for example in batch) == sorted(examples)
+        assert all(len(batch) * max(len(tgt) for _, tgt in batch) <= 300 for batch in batches)
+        padded = sum(len(batch) * max(len(src) for src, _ in batch) for batch in batches)
+        assert padded < 1.1 * sum(lengths)
+    assert [len(batch) for batch in train.length_batches(examples, 64)] == [64] * 7 + [52]
+
+
+def test_the_rate_warms_up_and_falls_to_zero():
+    rate = train.warm_up_and_decay(steps=100, warmup=20)
+    assert rate(0) == 1 / 20 and rate(19) == 1 and rate(60) == 0.5 and rate(100) == 0
+    assert max(map(rate, range(101))) == 1
+    assert train.warm_up_and_decay(steps=10, warmup=0)(0) == 1
+
+
+def test_a_device_that_is_not_there_is_one_clear_line():
+    for name in "nonsense", "cuda:99", "meta", "cpu:x":
+        raises(ValueError, "try --device cpu", train.pick_device, name)
+
+
+def test_the_device_cpu_never_touches_cuda():
+    assert train.pick_device("cpu") == torch.device("cpu")
+    assert not torch.cuda.is_initialized()
+
+
+def test_both_toys_reach_all_of_their_held_out_data():
+    _, out = trained_toys()
+    assert "sentiment: accuracy 100.0% on held-out data" in out
+    assert "copy: exact match 100.0% on held-out data" in out
+
+
+def test_a_finished_run_leaves_one_file_per_task():
+    with working_directory() as directory:
+        run_train("--task", "copy", "--steps", "3", *SMALL)
+        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["copy.pt"]
+
+
+def test_a_checkpoint_is_a_plain_dict_and_rebuilds_its_model():
+    with with_toys():
+        for name in "sentiment", "copy":
+            plain = torch.load(f"checkpoints/{name}.pt", weights_only=True)
+            assert set(plain) == {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}
+            task, model, checkpoint = train.load_checkpoint(Path(f"checkpoints/{name}.pt"), "cpu")
+            assert not model.training and all(torch.equal(a, b) for a, b in
+                                              zip(model.state_dict().values(), plain["model"].values()))
+            if name == "sentiment":
+                task = train.Sentiment.read(argparse.Namespace(data=None))
+            metrics = task.evaluate(model, "cpu")
+            assert abs(metrics["loss"] - checkpoint["metrics"]["loss"]) < 1e-6
+
+
+def test_the_best_weights_are_kept_not_the_last():
+    losses = iter([3.0, 1.0, 2.0])
+    with working_directory(), swapped(train.Copy, "evaluate", lambda *a: {"loss": next(losses), "accuracy": 0.5}):
+        run_train("--task", "copy", "--steps", "150", "--batch-size", "1", *SMALL)
+        checkpoint = torch.load("checkpoints/copy.pt", weights_only=True)
+    assert checkpoint["step"] == 100 and checkpoint["metrics"]["loss"] == 1.0
+    assert [entry["loss"] for entry in checkpoint["history"]] == [3.0, 1.0, 2.0]
+
+
+def test_the_same_seed_gives_the_same_weights():
+    def weights(seed):
+        with working_directory():
+            run_train("--task", "copy", "--steps", "4", "--dropout", "0.1", "--seed", seed, *SMALL)
+            return torch.load("checkpoints/copy.pt", weights_only=True)["model"]
+    first, again, other = weights("1"), weights("1"), weights("2")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def interrupted_at(step, number):
+    """A Progress whose update sends this process a signal at that step."""
+    class Interrupting(train.Progress):
+        def update(self, now, *rest):
+            super().update(now, *rest)
+            if now == step:
+                os.kill(os.getpid(), number)
+    return Interrupting
+
+
+def test_a_resumed_run_equals_one_that_was_never_interrupted():
+    for task in ["--task", "copy", "--steps", "70"], ["--task", "sentiment", "--epochs", "2", "--batch-size", "64"], \
+            ["--task", "translate", "--data", "pairs.tsv", "--epochs", "3", "--batch-size", "12"]:
+        with working_directory():
+            Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
+            options = [*task, "--dropout", "0.2", *SMALL]
+            run_train(*options, "--checkpoint", "whole.pt")
+            for step, number in [(5, signal.SIGINT), (17, signal.SIGTERM)]:
+                with swapped(train, "Progress", interrupted_at(step, number)):
+                    more = ["--resume"] if step > 5 else options
+                    status, out, _ = call(train.main, "--device", "cpu", *task[:2], *more, "--checkpoint", "parts.pt")
+                assert status == 128 + number and f"stopped at step {step}" in out
+                assert Path("parts.resume.pt").exists()
+            run_train(*task[:2], "--resume", "--checkpoint", "parts.pt")
+            whole, parts = (torch.load(path, weights_only=True) for path in ("whole.pt", "parts.pt"))
+            assert whole.pop("model").keys() == parts["model"].keys()
+            whole = torch.load("whole.pt", weights_only=True)
+            assert all(torch.equal(whole["model"][name], parts["model"][name]) for name in whole["model"])
+            assert [entry["loss"] for entry in whole["history"]] == [entry["loss"] for entry in parts["history"]]
+            assert not Path("parts.resume.pt").exists()
+
+
+def test_resume_refuses_other_sizes_and_other_data():
+    with working_directory():
+        Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
+        options = ["--task", "translate", "--data", "pairs.tsv", "--batch-size", "50", *SMALL]
+        with swapped(train, "Progress", interrupted_at(2, signal.SIGINT)):
+            call(train.main, "--device", "cpu", *options)
+        status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--resume", "--d-model", "32")
+        assert status == 2 and "--d-model 32: the interrupted run has 16" in err
+        Path("pairs.tsv").write_text(PAIRS + "a\tb\n", encoding="utf-8")
+        status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--resume")
+        assert status == 2 and "pairs.tsv has changed" in err
+
+
+def test_a_loss_that_is_nan_stops_and_keeps_the_last_good_weights():
+    losses = iter([1.0] * 60 + [math.nan])
+    def target_loss(logits, *rest):
+        return logits.mean() * 0 + next(losses)
+    with working_directory(), swapped(train, "target_loss", target_loss):
+        status, out, _ = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "100", *SMALL)
+        assert status == 1 and "nan at step 61" in out
+        assert torch.load("checkpoints/copy.pt", weights_only=True)["step"] == 50
+
+
+def test_a_failed_write_keeps_the_old_checkpoint():
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+    with with_toys() as directory, swapped(os, "replace", fail):
+        before = Path("checkpoints/copy.pt").read_bytes()
+        status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "2", *SMALL)
+        assert status == 2 and "No space left" in err.splitlines()[-1]
+        assert Path("checkpoints/copy.pt").read_bytes() == before
+        assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["copy.pt", "sentiment.pt"]
+
+
+def test_fused_trains_to_the_formulas_weights_and_bf16_close_to_them():
+    def weights(*option):
+        with working_directory():
+            run_train("--task", "copy", "--steps", "8", *SMALL, *option)
+            model = torch.load("checkpoints/copy.pt", weights_only=True)["model"]
+            return torch.cat([w.flatten() for w in model.values()])
+    formula, fused, bf16 = weights(), weights("--fused"), weights("--precision", "bf16")
+    assert (fused - formula).abs().max() < 1e-3 and 1e-6 < (bf16 - formula).abs().mean() < 3e-3
+
+
+def test_fused_reaches_every_attention_and_norm():
+    seen = []
+    with working_directory(), swapped(train.Copy, "evaluate", lambda task, model, device: seen.append(model) or {
+            "loss": 1.0, "accuracy": 0.0}):
+        run_train("--task", "copy", "--steps", "1", "--fused")
+    switches = [module.fused for module in seen[0].modules() if hasattr(module, "fused")]
+    assert len(switches) == 3 + 7 and all(switches)  # attentions and norms of one layer on each side
+
+
+def test_wrong_arguments_of_train_end_before_any_work():
+    with working_directory() as directory:
+        for name, text in [("pairs.tsv", PAIRS), ("one-class.tsv", "a b\tyes\nc d\tyes\n"), ("one.tsv", "a b\tyes\n"),
+                           ("two.tsv", "a b\tyes\nc d\tno\n" * 5), ("odd.tsv", "a b\tmaybe\n"), ("file", "")]:
+            (directory / name).write_text(text, encoding="utf-8")
+        before = sorted(directory.rglob("*"))
+        for line, message in [
+                ("--task poem", "invalid choice"),
+                ("--device nonsense", "try --device cpu"),
+                ("--data two.tsv", "--data needs one task"),
+                ("--resume", "--resume needs one task"),
+                ("--checkpoint x.pt", "--checkpoint needs one task"),
+                ("--task copy --data two.tsv", "makes its own data"),
+                ("--task copy --epochs 3", "say --steps"),
+                ("--task copy --steps 3 --epochs 3", "not allowed with"),
+                ("--task copy --resume", "nothing to resume"),
+                ("--task sentiment --valid two.tsv", "--valid needs --data"),
+                ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
+                ("--task sentiment --data one-class.tsv", "all training lines have the label 'yes'"),
+                ("--task sentiment --data one.tsv", "one line with text"),
+                ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe'"),
+                ("--task translate", "needs --data"),
+                ("--task translate --data .", "directory"),
+                ("--task copy --d-model 30", "d_model (30) must be a positive multiple of num_heads (4)"),
+                ("--task copy --checkpoint .", "directory"),
+                ("--task copy --checkpoint file/x.pt", "file"),
+                ("--steps 0", "at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "at least 1"),
+                ("--lr nan", "number"), ("--lr 0", "number"), ("--lr inf", "number"), ("--dropout 1", "below 1"),
+                ("--dropout x", "number"), ("--warmup -1", "at least 0"), ("--seed -1", "at least 0"),
+                ("--layers 0", "at least 1"), ("--heads 0", "at least 1"), ("--norm mid", "invalid choice")]:
+            status, out, err = call(train.main, "--device", "cpu", *line.split())
+            assert status == 2 and message in err.splitlines()[-1], (line, err)
+        assert [path for path in sorted(directory.rglob("*")) if path.name != "checkpoints"] == before
+
+
+def test_help_names_every_option_with_its_default():
+    status, out, _ = call(train.main, "--help")
+    assert status == 0
+    for action in train.make_parser()._actions:
+        if action.dest != "help":
+            words = " ".join(out[out.index("\n  " + action.option_strings[0]):].split("\n  --")[1].split())
+            assert "default: " in words or not action.nargs is None, action.option_strings
+
+
+def test_a_task_learns_from_pairs_in_a_file():
+    with working_directory():
+        Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
+        run_train("--task", "translate", "--data", "pairs.tsv", "--valid", "pairs.tsv", "--steps", "60",
+                  "--warmup", "10", "--batch-size", "200", "--dropout", "0", "--layers", "1", "--d-model", "32")
+        status, out, _ = call(translate.main, "--device", "cpu", "--checkpoint", "checkpoints/translate.pt", "a v")
+        assert (status, out) == (0, "v a\n")
+
+
+# --- translate.py
+
+
+def test_translate_copies_the_symbols_of_its_arguments():
+    with with_toys():
+        assert call(translate.main, "--device", "cpu", "3", "1", "4", "1", "5") == (0, "3 1 4 1 5\n", "")
+
+
+def test_translate_answers_each_line_in_order_and_names_the_bad_ones():
+    lines = ["10 9 8", "", "1 2 x", "7", "1 2 3 4 5 6 7 8 9 10 1", "  2   2 ", "\ufeff4 4\r"]
+    with with_toys():
+        status, out, err = call(translate.main, "--device", "cpu", stdin="\n".join(lines).encode() + b"\n\xff\n6")
+    assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "6", ""]
+    assert status == 2 and [line[:21] for line in err.splitlines()] == [f"translate.py: line {i}:" for i in (3, 5, 8)]
+
+
+def test_translate_gives_a_file_the_same_answers_in_any_block():
+    lines = [" ".join(str(1 + (i * j) % 10) for j in range(1, 2 + i % 10)) for i in range(120)]
+    with with_toys():
+        task, model, _ = train.load_or_train("copy", None, "cpu")
+        rows = [task.source_ids(model, line) for line in lines]
+        assert translate.answer(task, model, rows) == lines  # more than one batch
+        assert [translate.answer(task, model, [row])[0] for row in rows[:20]] == lines[:20]
+
+
+def test_translate_evaluates_on_held_out_sequences():
+    with with_toys():
+        assert call(translate.main, "--device", "cpu", "--evaluate") == (
+            0, "exact match 100.0% on 1,000 held-out sequences\n", "")
+
+
+def test_translate_trains_a_missing_default_checkpoint_first_and_says_so():
+    asked = []
+    with working_directory(), swapped(train, "train", lambda *args: asked.append(args[0]) or 1):
+        status, out, err = call(translate.main, "--device", "cpu", "1")
+    assert status == 1 and out == "" and "not there yet; training it first" in err and type(asked[0]) is train.Copy
+
+
+def test_wrong_arguments_of_translate_are_one_line():
+    with with_toys():
+        Path("text.pt").write_text("hello")
+        damaged = bytearray(Path("checkpoints/copy.pt").read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        Path("damaged.pt").write_bytes(damaged)
+        Path("short.pt").write_bytes(damaged[:5000])
+        torch.save({"model": {"weight": torch.zeros(3)}}, "foreign.pt")
+        torch.save(torch.nn.Linear(2, 2), "code.pt")
+        for argv, message in [(["3", "11"], "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
+                              (["0"], "not a symbol"), (["-1"], "not a symbol"), ([" "], "0 tokens"),
+                              (["1"] * 11, "11 tokens; this model reads 1 to 10"),
+                              (["--evaluate", "3"], "takes no text"),
+                              (["--checkpoint", "nowhere.pt", "3"], "nowhere.pt: No such file"),
+                              (["--checkpoint", ".", "3"], "directory"),
+                              (["--checkpoint", "checkpoints/sentiment.pt", "3"], "holds a sentiment model"),
+                              (["--checkpoint", "text.pt", "3"], "not a checkpoint"),
+                              (["--checkpoint", "damaged.pt", "3"], "damaged"),
+                              (["--checkpoint", "short.pt", "3"], "not a checkpoint"),
+                              (["--checkpoint", "foreign.pt", "3"], "not a checkpoint"),
+                              (["--checkpoint", "code.pt", "3"], "not a checkpoint"),
+                              (["--device", "nonsense", "3"], "try --device cpu")]:
+            status, out, err = call(translate.main, "--device", "cpu", *argv)
+            assert status == 2 and out == "" and message in err.splitlines()[-1], (argv, err)
+
+
 # --- all files
 
 
 def test_every_name_of_the_two_articles_is_found_by_grep():
     names = """attention ScaledDotProductAttention MultiHeadAttention MultiHeadedAttention PositionalEncoding LayerNorm
         SublayerConnection PositionwiseFeedForward Embeddings TransformerEncoderLayer EncoderLayer DecoderLayer Encoder
-        Decoder TransformerClassifier EncoderDecoder make_model make_padding_mask subsequent_mask generator""".split()
-    names += ["set_seed"] if "train" in SOURCES else []
+        Decoder TransformerClassifier EncoderDecoder make_model make_padding_mask subsequent_mask generator
+        clones set_seed""".split()
     assert [name for name in names if not re.search(rf"\b{name}\b", "".join(SOURCES.values()))] == []
 
 

@@ -72,7 +72,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x):
         if self.fused:
-            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the square of 300 overflows float16
         centred = wide - wide.mean(dim=-1, keepdim=True)
         variance = centred.square().mean(dim=-1, keepdim=True)  # divided by n, not n - 1
