@@ -1089,7 +1089,7 @@ def test_wrong_arguments_of_train_end_before_any_work():
                 ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe'"),
                 ("--task translate", "needs --data"),
                 ("--task translate --data .", "directory"),
-                ("--task copy --d-model 30", "d_model (30) must be a positive multiple of num_heads (4)"),
+                ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
                 ("--task copy --checkpoint .", "directory"),
                 ("--task copy --checkpoint file/x.pt", "file"),
                 ("--steps 0", "at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "at least 1"),
