@@ -171,3 +171,23 @@ def subsequent_mask(size, device=None):
 def make_target_mask(ids, pad_idx=0):
     """(batch, len) token ids -> (batch, 1, len, len): no padding and no future."""
     return make_padding_mask(ids, pad_idx) & subsequent_mask(ids.size(1), ids.device)
+
+
+def demo():
+    """One head, three tokens, numbers small enough to redo on paper."""
+    q = torch.tensor([[2., 0, 2, 0], [0, 2, 0, 0], [2, 2, 0, 0]])
+    k = torch.tensor([[1., 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]])
+    v = torch.tensor([[1., 0], [0, 1], [2, 2]])
+    mask = subsequent_mask(3)[0]
+    scores = q @ k.T
+    output, weights = attention(q, k, v, mask)
+    for name, x in [("Q: what a token looks for", q), ("K: what it offers", k), ("V: what it hands over", v),
+                    ("scores = Q K^T: row i is query i", scores), ("scaled = scores / sqrt(4)", scores / 2),
+                    ("masked: the future is -inf", (scores / 2).masked_fill(~mask, float("-inf"))),
+                    ("weights = softmax: e^x / (sum of e^x in the row)", weights), ("output = weights V", output)]:
+        rows = ["".join(f"{value:9.4g}" for value in row) for row in x.tolist()]
+        print(f"{name}  {tuple(x.shape)}", *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    demo()

@@ -12,8 +12,9 @@ import contextlib
 import torch
 from torch import nn
 
-from attention import make_padding_mask, subsequent_mask
-from transformer_layer import DecoderLayer, Embeddings, EncoderLayer, LayerNorm, PositionalEncoding
+from attention import MultiHeadAttention, make_padding_mask, make_target_mask, subsequent_mask
+from transformer_layer import (DecoderLayer, Embeddings, EncoderLayer, LayerNorm, PositionalEncoding,
+                               PositionwiseFeedForward)
 
 PAD, UNK, BOS, EOS = range(4)  # the first four ids of every vocabulary: padding, unknown word, begin, end
 
@@ -171,3 +172,35 @@ def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, use_cache=T
             if rows.numel() == 0:
                 return result[:, :step + 1]
         return result
+
+
+def print_shapes(model, *inputs):
+    """One forward pass of the model, module by module: the name, what comes out, how many numbers it learns."""
+    def show(name, module):
+        def hook(_, args, output):
+            shapes = [tuple(t.shape) for t in (output if isinstance(output, tuple) else (output,)) if t is not None]
+            learned = sum(p.numel() for p in module.parameters())
+            print(f"  {name:46}{type(module).__name__:24}{' and '.join(map(str, shapes)):27}{learned:6,}")
+        return hook
+
+    parts = Embeddings, PositionalEncoding, LayerNorm, MultiHeadAttention, PositionwiseFeedForward
+    hooks = [module.register_forward_hook(show(name, module)) for name, module in model.named_modules()
+             if isinstance(module, parts) or name in ("classify", "generator")]
+    print(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters, "
+          f"reads {' and '.join(str(tuple(t.shape)) for t in inputs[:len(inputs) // 2])}")
+    with evaluating(model):
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
+
+
+def demo():
+    """The shapes on the way through both models: a batch of 2, sources of 7 tokens, targets of 5."""
+    tokens, tgt = torch.randint(4, 20, (2, 7)), torch.randint(4, 20, (2, 5))
+    sizes = dict(d_model=32, num_heads=4, num_layers=1, d_ff=64, max_len=10)
+    print_shapes(TransformerClassifier(20, num_classes=2, **sizes), tokens, make_padding_mask(tokens))
+    print_shapes(make_model(20, 20, **sizes), tokens, tgt, make_padding_mask(tokens), make_target_mask(tgt))
+
+
+if __name__ == "__main__":
+    demo()

@@ -17,6 +17,7 @@ import math
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -439,7 +440,34 @@ def test_shuffled_words_give_shuffled_results_without_positions_and_other_result
     assert differs(encoder(positions(x[:, order])), encoder(positions(x))[:, order])
 
 
+def printed(script):
+    """What `python script` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(HERE / script), run_name="__main__")
+    return out.getvalue()
+
+
+def test_attention_py_works_an_example_that_paper_and_pencil_repeat():
+    rows = [line.split() for line in printed("attention.py").splitlines() if line.startswith("  ")]
+    numbers = [[float(x) for x in row] for row in rows]
+    q, k, v, scores, scaled, masked, weights, output = (numbers[3 * i:3 * i + 3] for i in range(8))
+    for i, j in itertools.product(range(3), range(3)):
+        assert scores[i][j] == sum(a * b for a, b in zip(q[i], k[j])) and scaled[i][j] == scores[i][j] / 2
+        assert masked[i][j] == (scaled[i][j] if j <= i else -math.inf)
+        assert abs(weights[i][j] - math.exp(masked[i][j]) / sum(map(math.exp, masked[i]))) < 1e-4
+    for i, j in itertools.product(range(3), range(2)):
+        assert abs(output[i][j] - sum(weights[i][m] * v[m][j] for m in range(3))) < 2e-4
+
+
 # --- transformer_layer.py
+
+
+def test_transformer_layer_py_follows_a_vector_through_both_norm_orders():
+    lines = printed("transformer_layer.py").splitlines()
+    first, last = lines[2].split(), lines[8].split()
+    assert lines[1].split().count("cosine") == 2 and first == first[:5] * 2 and first[4] == "1.00"
+    assert last[-5] == "norm" and float(last[-4]) == 0 and last[-3:-1] == ["1.00", "8.00"]  # post-norm's end
+    assert all(float(line.split()[-1]) > 0.85 for line in (lines[4], lines[8]))  # the residual keeps x
 
 
 def test_embeddings_times_sqrt_d_model_are_as_large_as_the_positions():
@@ -518,6 +546,14 @@ def test_encoder_and_decoder_layer_equal_pytorch():
 
 
 # --- model.py
+
+
+def test_model_py_prints_the_shapes_on_the_way_and_counts_every_parameter():
+    for block in printed("model.py").split("EncoderDecoder"):
+        total, *parts = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= parameters|$)", block, re.M))
+        assert total == sum(parts)
+        assert "(2, 7, 32) and (2, 4, 7, 7)" in block
+    assert "(2, 5, 32) and (2, 4, 5, 7)" in block and "(2, 5, 20)" in block
 
 
 def test_encoder_and_decoder_equal_pytorchs_transformer():

@@ -240,8 +240,9 @@ class Sentiment(Task):
 
     def samples(self, model, turn):
         ids, _ = self.valid[turn % len(self.valid)]
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
         with evaluating(model):
-            logits, _ = model(torch.tensor([ids], device=next(model.parameters()).device))
+            logits, _ = model(tokens, make_padding_mask(tokens))
         return [f"{join_tokens(self.words.decode(ids))}  ->  {self.labels[logits.argmax()]}"]
 
 

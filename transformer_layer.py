@@ -147,3 +147,37 @@ class DecoderLayer(nn.Module):
         x = self.self_attn_residual(x, lambda x: self.self_attn(x, x, x, tgt_mask, cache)[0])
         x = self.cross_attn_residual(x, lambda x: self.cross_attn(x, memory, memory, src_mask, cache)[0])
         return self.feed_forward_residual(x, self.feed_forward)
+
+
+def demo():
+    """One token's vector on its way through a fresh encoder layer, in both norm orders."""
+    torch.manual_seed(0)
+    x = PositionalEncoding(64, dropout=0.0)(Embeddings(64, 10)(torch.arange(5)[None]))  # (1, 5, 64)
+    ways = []
+    for norm_first in True, False:
+        layer = EncoderLayer(64, 4, 256, dropout=0.0, norm_first=norm_first)
+        now, way = x, [("x", x)]
+        for name, sublayer, norm in [("attn", lambda x: layer.self_attn(x, x, x)[0], layer.self_attn_residual.norm),
+                                     ("ff", layer.feed_forward, layer.feed_forward_residual.norm)]:
+            if norm_first:
+                normed = norm(now)
+                found = sublayer(normed)
+                way += [("norm(x)", normed), (name, found), (f"x + {name}", now + found)]
+            else:
+                found = sublayer(now)
+                way += [(name, found), (f"x + {name}", now + found), ("norm", norm(now + found))]
+            now = way[-1][1]
+        ways.append(way)
+
+    print("One token's vector of 64 numbers: their mean and deviation, its length, its cosine with the first x")
+    print("    ".join(f"{order:11} mean    dev length cosine" for order in ("pre-norm", "post-norm")))
+    for steps in zip(*ways):
+        print("    ".join(f"{name:10}{v.mean():6.2f}{v.std(correction=0):7.2f}{v.norm():7.2f}"
+                          f"{F.cosine_similarity(v, x[0, 2], dim=0):7.2f}"
+                          for name, v in ((name, step[0, 2]) for name, step in steps)))
+    print("In both, the residual keeps x recognisable. Pre-norm never rescales the sum itself, so a stack of layers\n"
+          "needs a closing norm; post-norm leaves every sublayer with deviation 1.")
+
+
+if __name__ == "__main__":
+    demo()
