@@ -941,6 +941,18 @@ def test_loss_is_pytorchs_mean_over_the_real_targets():
                               F.cross_entropy(logits, wanted, label_smoothing=smoothing))
 
 
+def test_ranks_of_unequal_shares_make_the_gradient_of_the_whole_batch():
+    logits, wanted = rand(5, 7), torch.tensor([1, -100, 3, 0, 6])
+    whole = train.target_loss(logits, wanted, 0.1)
+    slices = [slice(rank, None, 2) for rank in range(2)]  # of 3 and 1 targets
+    losses = [train.target_loss(logits[rows], wanted[rows], 0.1) for rows in slices]
+    shared = torch.tensor([3 * losses[0].item() + losses[1].item(), 4.0, 1.0])  # what all_reduce adds up
+    with swapped(torch.distributed, "all_reduce", lambda sums: sums.copy_(shared)):
+        shares = [train.share(loss, wanted[rows], False, 2) for loss, rows in zip(losses, slices)]
+    same(torch.autograd.grad(sum(loss for loss, _, _ in shares) / 2, logits), torch.autograd.grad(whole, logits))
+    assert all(abs(mean - whole.item()) < 1e-6 and stop for _, mean, stop in shares)  # one that was told to stop stops all
+
+
 def test_length_batches_hold_each_example_once_and_little_padding():
     lengths = torch.randint(1, 40, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     examples = [([i] * n, [i] * (n + 1)) for i, n in enumerate(lengths)]
@@ -1038,7 +1050,7 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted():
                 with swapped(train, "Progress", interrupted_at(step, number)):
                     more = ["--resume"] if step > 5 else options
                     status, out, _ = call(train.main, "--device", "cpu", *task[:2], *more, "--checkpoint", "parts.pt")
-                assert status == 128 + number and f"stopped at step {step}" in out
+                assert status == 128 + number and f"stopped at step {step + 1}" in out  # a step begun is finished
                 assert Path("parts.resume.pt").exists()
             run_train(*task[:2], "--resume", "--checkpoint", "parts.pt")
             whole, parts = (torch.load(path, weights_only=True) for path in ("whole.pt", "parts.pt"))

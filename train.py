@@ -197,7 +197,8 @@ class Sentiment(Task):
     measure = "accuracy"
     recipe = dict(epochs=10, steps=None, batch_size=16, lr=3e-3, warmup=20, dropout=0.1, layers=2, d_model=32, heads=4,
                   d_ff=64, norm="post")
-    data_recipe = dict(recipe, epochs=12, batch_size=64, lr=1e-3, warmup=100, dropout=0.4, d_model=64, d_ff=128)
+    data_recipe = dict(recipe, epochs=12, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=64, d_ff=128,
+                       norm="pre")
     longest = 256  # tokens of a text that are read; the rest is cut off
 
     def __init__(self, vocab):
@@ -491,6 +492,8 @@ def resume_path(path):
 
 def save_checkpoint(path, checkpoint):
     """Write a dict of tensors, numbers, strings, lists and dicts; a kill leaves the old file or the new one."""
+    if rank_and_ranks()[0] > 0:
+        return  # under torchrun one process writes
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -542,6 +545,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         print(f"device: {name}", file=sys.stderr)
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"  # torchrun's processes have a GPU each
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -584,12 +589,35 @@ def set_random_state(state, device):
         torch.cuda.set_rng_state(state[1].cpu(), device)
 
 
+def rank_and_ranks():
+    """Which of how many processes this is: what torchrun says, 0 of 1 without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def share(loss, wanted, stop, ranks):
+    """The loss to differentiate, the mean loss over all ranks' targets, whether any rank was told to stop.
+
+    DistributedDataParallel averages the ranks' gradients, but they have unequally many targets: each loss is weighted
+    by its part of them, so that the average is the gradient of the whole batch's mean.
+    """
+    if ranks == 1:
+        return loss, loss.item(), stop
+    targets = (wanted >= 0).sum()
+    sums = torch.stack([loss.detach() * targets, targets.float(), torch.full_like(loss.detach(), float(stop))])
+    torch.distributed.all_reduce(sums)
+    return loss * targets * ranks / sums[1], (sums[0] / sums[1]).item(), sums[2].item() > 0
+
+
 def train(task, model, args, device, path, resumed=None):
     """Train the model on the task; the best weights go to path. Returns the exit status: 0, 1 if the loss became nan,
-    128 + its number if a signal ended it. resumed is what an interrupted run left at resume_path(path)."""
+    128 + its number if a signal ended it. resumed is what an interrupted run left at resume_path(path).
+
+    Under torchrun each of the processes, the ranks, draws the same batches and takes its own rows of each.
+    """
+    rank, ranks = rank_and_ranks()
     if task.threads:
         torch.set_num_threads(task.threads)
-    set_seed(args.seed)
+    set_seed(args.seed + rank)  # decides the dropout
     generator = torch.Generator().manual_seed(args.seed)  # draws the data, on the CPU: the same on every device
     for module in model.to(device).train().modules():
         if hasattr(module, "fused"):
@@ -606,6 +634,7 @@ def train(task, model, args, device, path, resumed=None):
         step, done, history, best = (resumed[key] for key in ("step", "done", "history", "best"))
         generator.set_state(resumed["generator"].cpu())
         set_random_state(resumed["random"], device)
+    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
 
     def save_for_resume(drawn):
         save_checkpoint(resume_path(path), dict(
@@ -621,8 +650,9 @@ def train(task, model, args, device, path, resumed=None):
             drawn = generator.get_state()
             for batch in itertools.islice(task.batches(args, generator), done, done + steps - step):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                    logits, wanted = task.predict(model, [t.to(device) for t in batch])
+                    logits, wanted = task.predict(parallel, [t[rank::ranks].to(device) for t in batch])
                     loss = target_loss(logits, wanted, task.label_smoothing)
+                loss, mean_loss, stop = share(loss, wanted, bool(signals), ranks)
 
                 optimizer.zero_grad()
                 loss.backward()
@@ -631,16 +661,16 @@ def train(task, model, args, device, path, resumed=None):
                 scheduler.step()
 
                 step, done = step + 1, done + 1
-                if not math.isfinite(loss.item()):
-                    progress.end(f"the loss is {loss.item()} at step {step}; try a smaller --lr. "
+                if not math.isfinite(mean_loss):
+                    progress.end(f"the loss is {mean_loss} at step {step}; try a smaller --lr. "
                                  f"{f'The best weights so far are in {path}' if best else 'Nothing is saved'}")
                     return 1
-                progress.update(step, loss.item(), batch)
-                if signals:
+                progress.update(step, mean_loss, batch)
+                if stop:
                     save_for_resume(drawn)
                     progress.end(f"stopped at step {step}; to go on: python train.py --task {args.task} --resume"
                                  + (f" --checkpoint {path}" if path != default_path(args.task) else ""))
-                    return 128 + signals[0]
+                    return 128 + (signals or [signal.SIGTERM])[0]
 
             done = 0
             metrics = task.evaluate(model, device)
@@ -648,14 +678,14 @@ def train(task, model, args, device, path, resumed=None):
             if best is None or task.score(metrics) >= task.score(best["metrics"]):
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 best = dict(task=args.task, config=task.config(args), vocab=task.vocab, seed=args.seed, step=step,
-                            history=history, metrics=metrics, model=weights)
-            save_checkpoint(path, best)
+                            metrics=metrics, model=weights)
+            save_checkpoint(path, dict(best, history=history))
             save_for_resume(generator.get_state())
             progress.end(f"held-out loss {metrics['loss']:.3f}  {task.measure} {metrics['accuracy']:.1%}")
             for line in task.samples(model, len(history)):
                 print(f"    {line}")
 
-    resume_path(path).unlink()
+    resume_path(path).unlink(missing_ok=True)
     print(f"{args.task}: {task.measure} {best['metrics']['accuracy']:.1%} on held-out data at step {best['step']}; "
           f"saved to {path}\n")
     return 0
@@ -819,15 +849,21 @@ def main(argv=None):
         parser.error(f"{error.filename}: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
+    rank, ranks = rank_and_ranks()
+    if ranks > 1:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        sys.stdout = sys.stdout if rank == 0 else open(os.devnull, "w")  # and one prints
     for (task, model, options, resumed), path in zip(jobs, paths):
         try:
             status = train(task, model, options, device, path, resumed)
         except OSError as error:
             print(f"train.py: error: {path} could not be written: {error.strerror}", file=sys.stderr)
-            return 2
+            status = 2
         if status != 0:
-            return status
-    return 0
+            break
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+    return status
 
 
 def load_or_train(name, path, device):
