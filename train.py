@@ -197,7 +197,7 @@ class Sentiment(Task):
     measure = "accuracy"
     recipe = dict(epochs=10, steps=None, batch_size=16, lr=3e-3, warmup=20, dropout=0.1, layers=2, d_model=32, heads=4,
                   d_ff=64, norm="post")
-    data_recipe = dict(recipe, epochs=12, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=64, d_ff=128,
+    data_recipe = dict(recipe, epochs=8, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=128, d_ff=128,
                        norm="pre")
     longest = 256  # tokens of a text that are read; the rest is cut off
 
