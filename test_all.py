@@ -4,6 +4,8 @@ Every property this project promises, as tests. The order is that of the files.
     python test_all.py            all of them; the last line is "N passed, N failed", the exit status 1 on a failure
     python test_all.py -k mask    those whose name contains "mask"
     pytest test_all.py            the same tests, for those who have pytest
+    python test_all.py --drills   ten bugs that learners really make: what the loss says, and which tests notice
+    python test_all.py --bench    how fast, beside PyTorch's own modules
 
 The reference is PyTorch with the same weights: nn.MultiheadAttention, nn.LayerNorm, nn.Transformer. Values and
 gradients agree to 1e-10 in float64. Where there is no reference, a test spells the thing out in slow loops.
@@ -19,9 +21,11 @@ import random
 import re
 import runpy
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -33,6 +37,7 @@ from torch import nn
 import attention as attention_file
 import train
 import translate
+import visualize
 from attention import (MultiHeadAttention, ScaledDotProductAttention, attention, make_padding_mask, make_target_mask,
                        subsequent_mask)
 from model import BOS, EOS, PAD, UNK, Decoder, Encoder, EncoderDecoder, TransformerClassifier, greedy_decode, make_model
@@ -41,7 +46,7 @@ from transformer_layer import (DecoderLayer, Embeddings, EncoderLayer, LayerNorm
 
 HERE = Path(__file__).resolve().parent
 SOURCES = {name: (HERE / f"{name}.py").read_text("utf-8")
-           for name in ("attention", "transformer_layer", "model", "train", "translate")}  # the order of import
+           for name in ("attention", "transformer_layer", "model", "train", "translate", "visualize")}  # in reading order
 
 
 def setup_function():
@@ -868,7 +873,7 @@ def test_bad_data_files_are_one_line_with_the_place():
                                 ("latin.tsv", b"caf\xe9\tyes\n", "not UTF-8"),
                                 ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
                                 ("no-header.csv", b"good film,yes\n", "no column text or review or sentence"),
-                                ("no-label.csv", b"text,stars\na,5\n", "no column label; it reads: text, stars"),
+                                ("no-label.csv", b"text,stars\na,5\n", "no column label; it reads: 'text, stars'"),
                                 ("short.csv", b"text,label\na,yes\nb\n", "line 3: 1 columns"),
                                 ("empty.csv", b"", "no column")]:
         with working_directory():
@@ -950,7 +955,7 @@ def test_ranks_of_unequal_shares_make_the_gradient_of_the_whole_batch():
     with swapped(torch.distributed, "all_reduce", lambda sums: sums.copy_(shared)):
         shares = [train.share(loss, wanted[rows], False, 2) for loss, rows in zip(losses, slices)]
     same(torch.autograd.grad(sum(loss for loss, _, _ in shares) / 2, logits), torch.autograd.grad(whole, logits))
-    assert all(abs(mean - whole.item()) < 1e-6 and stop for _, mean, stop in shares)  # one that was told to stop stops all
+    assert all(abs(mean - whole.item()) < 1e-6 and stop for _, mean, stop in shares)  # one stops all
 
 
 def test_length_batches_hold_each_example_once_and_little_padding():
@@ -1167,6 +1172,119 @@ def test_a_task_learns_from_pairs_in_a_file():
         assert (status, out) == (0, "v a\n")
 
 
+def test_an_option_of_zero_is_not_the_default():
+    args = train.make_parser().parse_args("--seed 0 --dropout 0 --warmup 0".split())
+    options = train.fill_in(args, "sentiment", None)
+    assert (options.seed, options.dropout, options.warmup) == (0, 0, 0)
+
+
+def test_a_checkpoint_never_takes_the_place_of_the_data_or_of_a_special_file():
+    with working_directory():
+        for name, other in [("pairs.tsv", "pairs.tsv"), ("pairs.resume.pt", "./pairs.pt")]:
+            Path(name).write_text(PAIRS, encoding="utf-8")
+            status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--data", name, "--steps", "1",
+                                  "--checkpoint", other, *SMALL)
+            assert status == 2 and f"would overwrite {name}" in err and Path(name).read_text("utf-8") == PAIRS
+        status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--checkpoint", os.devnull)
+        assert status == 2 and "a directory or a device" in err
+
+
+def test_a_csv_whose_columns_or_quotes_do_not_add_up_is_refused():
+    for name, data, message in [("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
+                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
+                                ("lines.csv", '"text\nlabel"\n', r"'text\nlabel'")]:
+        with working_directory():
+            Path(name).write_text(data, encoding="utf-8")
+            raises(ValueError, message, train.read_pairs, name, train.Sentiment.columns)
+
+
+def test_an_empty_file_name_is_an_error():
+    with working_directory():
+        for option in "--data", "--valid", "--checkpoint":
+            status, _, err = call(train.main, "--device", "cpu", "--task", "sentiment", option, "")
+            assert status == 2 and f"{option} is empty" in err
+
+
+def test_checkpoints_of_two_names_have_two_files_to_resume_from():
+    paths = [train.resume_path(Path(name)) for name in ("run.1", "run.2", "run.pt", "a.b/run")]
+    assert len(set(paths)) == 4 and paths[2] == Path("run.resume.pt")
+
+
+def test_a_signal_in_the_last_evaluation_of_a_task_ends_the_run_before_the_next():
+    def evaluate(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"loss": 1.0, "accuracy": 0.5}
+    with working_directory(), swapped(train.Sentiment, "evaluate", evaluate):
+        assert call(train.main, "--device", "cpu", "--steps", "2", *SMALL)[0] == 130
+        assert os.listdir("checkpoints") == ["sentiment.pt"]
+
+
+def test_weights_that_give_a_nan_are_never_saved():
+    with with_toys(), swapped(train.Copy, "evaluate", lambda *args: {"loss": math.nan, "accuracy": 0.0}):
+        before = Path("checkpoints/copy.pt").read_bytes()
+        status, out, _ = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "2", *SMALL)
+        assert status == 1 and "held-out loss is nan at step 2" in out
+        assert Path("checkpoints/copy.pt").read_bytes() == before
+
+
+def test_absurd_numbers_are_an_error_before_any_work():
+    with working_directory():
+        for option, value in [("--steps", 10 ** 30), ("--layers", 2 ** 31), ("--d-ff", 2 ** 63), ("--d-model", 2 ** 31),
+                              ("--batch-size", 10 ** 12), ("--warmup", "9" * 5000)]:
+            status, _, err = call(train.main, "--device", "cpu", "--task", "copy", option, str(value))
+            assert status == 2 and "and below" in err.splitlines()[-1] and len(err.splitlines()[-1]) < 150
+
+
+def test_a_state_to_resume_that_lacks_something_is_refused():
+    with working_directory():
+        with swapped(train, "Progress", interrupted_at(2, signal.SIGINT)):
+            call(train.main, "--device", "cpu", "--task", "copy", "--steps", "5", *SMALL)
+        whole = torch.load("checkpoints/copy.resume.pt", weights_only=True)
+        for state in [3, {"options": 3}, {**whole, "options": {"task": "copy"}},
+                      *({k: v for k, v in whole.items() if k != key} for key in whole)]:
+            torch.save(state, "checkpoints/copy.resume.pt")
+            status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--resume")
+            assert status == 2 and "not the state of an interrupted copy run" in err
+
+
+def test_closed_and_full_outputs_are_no_traceback_and_stay_apart():
+    with with_toys():
+        Path("train").write_text("--device cpu --task copy --steps 2 --layers 1 --d-model 16 --checkpoint x.pt")
+        for script, argv, shell, status, out, err in [
+                ("train.py", "$(cat train)", ">&-", 0, "", ""),
+                ("translate.py", "1 2", "2>&-", 0, "1 2\n", ""),  # --device auto speaks on stderr
+                ("translate.py", "--device cpu 1 2", ">/dev/full", 2, "", "No space left"),
+                ("translate.py", "--device cpu", "0>out", 2, "", "Bad file descriptor")]:
+            done = subprocess.run(f"'{sys.executable}' '{HERE / script}' {argv} {shell}", shell=True, text=True,
+                                  capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            assert (done.returncode, done.stdout) == (status, out) and err in done.stderr, (script, shell, done)
+            assert len(done.stderr.splitlines()) <= 1, done.stderr
+
+
+def test_a_reader_that_is_gone_is_not_a_checkpoint_that_cannot_be_written():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+    with working_directory(), contextlib.redirect_stdout(Gone()):
+        raises(BrokenPipeError, "", train.main, ["--device", "cpu", "--task", "copy", "--steps", "2", *SMALL])
+
+
+def test_a_name_too_long_for_the_file_to_resume_from_is_noticed_before_training():
+    with working_directory():
+        status, out, err = call(train.main, "--device", "cpu", "--task", "copy", "--checkpoint", "x" * 245 + ".pt")
+        assert status == 2 and out == "" and "name too long" in err
+
+
+def test_without_torchrun_RANK_means_nothing():
+    before = dict(os.environ)
+    try:
+        os.environ.update(RANK="1", WORLD_SIZE="abc")
+        assert train.rank_and_ranks() == (0, 1)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 # --- translate.py
 
 
@@ -1214,6 +1332,13 @@ def test_wrong_arguments_of_translate_are_one_line():
         Path("short.pt").write_bytes(damaged[:5000])
         torch.save({"model": {"weight": torch.zeros(3)}}, "foreign.pt")
         torch.save(torch.nn.Linear(2, 2), "code.pt")
+        torch.save(torch.zeros(3), "tensor.pt")
+        copy = torch.load("checkpoints/copy.pt", weights_only=True)
+        Path("tail.pt").write_bytes(Path("checkpoints/copy.pt").read_bytes()[-3000:])
+        for name, part in [("words", {"vocab": {"symbols": copy["vocab"]["symbols"][:6]}}),
+                           ("types", {"vocab": {"symbols": list(range(14))}}), ("history", {"history": [3]}),
+                           ("huge", {"config": {**copy["config"], "max_len": 10 ** 30}})]:
+            torch.save({**copy, **part}, f"{name}.pt")
         for argv, message in [(["3", "11"], "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
                               (["0"], "not a symbol"), (["-1"], "not a symbol"), ([" "], "0 tokens"),
                               (["1"] * 11, "11 tokens; this model reads 1 to 10"),
@@ -1226,9 +1351,327 @@ def test_wrong_arguments_of_translate_are_one_line():
                               (["--checkpoint", "short.pt", "3"], "not a checkpoint"),
                               (["--checkpoint", "foreign.pt", "3"], "not a checkpoint"),
                               (["--checkpoint", "code.pt", "3"], "not a checkpoint"),
+                              *((["--checkpoint", f"{name}.pt", "3"], f"{name}.pt: not a checkpoint") for name in
+                                ("tensor", "tail", "words", "types", "history", "huge")),
                               (["--device", "nonsense", "3"], "try --device cpu")]:
             status, out, err = call(translate.main, "--device", "cpu", *argv)
             assert status == 2 and out == "" and message in err.splitlines()[-1], (argv, err)
+
+
+# --- visualize.py
+
+
+def picked(weights, *, causal=False, before=None, rows=None, columns=None, accuracy=0.0):
+    """The names of what the report finds on hand-made weights (batch, heads, query, key). Without ids every query and
+    key is a token; before, the weights before training, are random if not given."""
+    batch, heads, query, key = weights.shape
+    rows = torch.full((batch, query), 5) if rows is None else rows
+    columns = torch.full((batch, key), 5) if columns is None else columns
+    before = torch.rand_like(weights).pow(3) if before is None else before
+    measured = (visualize.measure(w, rows, columns, causal) for w in (weights, before / before.sum(3, keepdim=True)))
+    return [finding.name for finding in visualize.find("encoder", *([m] for m in measured), accuracy)]
+
+
+def random_weights(*shape, mask=None):
+    """Rows that sum to 1, of which nothing can be said."""
+    scores = 2 * torch.randn(shape, dtype=torch.float64)
+    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
+
+
+def test_report_finds_nothing_in_ordinary_weights():
+    assert picked(random_weights(3, 4, 6, 6)) == []
+    assert picked(random_weights(3, 4, 6, 6, mask=subsequent_mask(6)), causal=True) == []
+    columns = torch.tensor([[5, 6, 7, PAD, PAD]])
+    assert picked(random_weights(1, 2, 3, 5, mask=columns != PAD), columns=columns) == []
+
+
+def test_report_finds_uniform_weights_that_never_changed():
+    uniform = torch.full((2, 4, 6, 6), 1 / 6)
+    assert picked(uniform, before=uniform) == ["uniform"]
+    assert picked(uniform) == []  # training made them so
+
+
+def test_a_hint_is_softened_where_the_task_is_solved():
+    uniform = visualize.measure(torch.full((2, 4, 6, 6), 1 / 6), torch.ones(2, 6), torch.ones(2, 6))
+    texts = [visualize.find("sentiment", [uniform], [uniform], accuracy)[0].text for accuracy in (0.6, 1.0)]
+    assert "solved" not in texts[0] and "solved all the same (100.0%)" in texts[1]
+
+
+def test_report_finds_weight_on_padding():
+    columns = torch.tensor([[5, 6, 7, PAD], [5, 6, 7, 8]])
+    weights = random_weights(2, 2, 3, 4, mask=(columns != PAD)[:, None, None])
+    assert picked(weights, columns=columns) == []
+    weights[0, 1, 2] = torch.tensor([0.5, 0.3, 0.2 - 1e-5, 1e-5])  # one row of one head
+    assert picked(weights, columns=columns) == ["padding"]
+
+
+def test_rows_of_padding_are_nobodys_business():
+    rows = torch.tensor([[5, 6, PAD], [5, 6, 7]])
+    weights = random_weights(2, 2, 3, 4)
+    weights[0, :, 2] = 0.0
+    assert picked(weights, rows=rows) == []
+
+
+def test_report_finds_weight_on_the_future():
+    weights = random_weights(2, 2, 5, 5, mask=subsequent_mask(5))
+    weights[1, 0, 0, :2] = torch.tensor([1 - 1e-9, 1e-9])
+    assert picked(weights, causal=True) == ["future"]
+    assert picked(weights) == []  # an encoder may look ahead
+
+
+def test_report_finds_the_first_and_the_last_token():
+    for name, key in ("first", 0), ("last", -1):
+        weights = torch.full((1, 2, 8, 8), 0.2 / 7)
+        weights[..., key] = 0.8
+        assert picked(weights) == [name]
+    two = torch.tensor([0.6, 0.4]).expand(1, 1, 2, 2)
+    assert picked(two) == []  # of two tokens one has more than half
+
+
+def test_report_finds_a_collapsed_layer():
+    identity = torch.eye(6).expand(2, 3, 6, 6)
+    assert picked(identity) == ["collapsed"]
+    assert picked(torch.cat([identity, random_weights(2, 1, 6, 6).float()], dim=1)) == ["alike"]  # one head still works
+
+
+def test_report_finds_two_heads_alike():
+    weights = random_weights(2, 3, 6, 6)
+    weights[:, 2] = weights[:, 0]
+    rows = torch.full((2, 6), 5)
+    found, = visualize.find("cross", [visualize.measure(weights, rows, rows)],
+                            [visualize.measure(random_weights(2, 3, 6, 6), rows, rows)])
+    assert found.level == "hint" and found.name == "alike" and "layer 1, heads 1, 3:" in found.text
+
+
+def test_report_finds_broken_rows_and_nan():
+    for value, name in (0.9, "sum off"), (float("nan"), "nan"):
+        weights = random_weights(2, 2, 5, 5)
+        weights[1, 1, 2] *= value
+        assert picked(weights) == [name]
+    columns = torch.tensor([[PAD, PAD, PAD]])
+    blocked = torch.zeros(1, 2, 3, 3)
+    assert picked(blocked, columns=columns, before=torch.ones(1, 2, 3, 3)) == []  # a blocked row sums to 0
+    assert picked(blocked) == ["sum off"]
+
+
+def test_rounding_is_no_finding():
+    for dtype in torch.float16, torch.bfloat16:
+        assert picked(random_weights(2, 2, 9, 9).to(dtype)) == []
+
+
+def test_measures_are_those_of_a_slow_loop():
+    columns = torch.tensor([[5, 6, 7, 8, PAD], [5, 6, 7, PAD, PAD]])
+    rows = torch.tensor([[5, 6, 7], [5, 6, PAD]])
+    weights = random_weights(2, 2, 3, 5, mask=(columns != PAD)[:, None, None])
+    measured = visualize.measure(weights, rows, columns)
+    queries = [(b, q) for b in range(2) for q in range(3) if rows[b, q] != PAD]
+    for h in range(2):
+        of = {name: [] for name in ("first", "last", "previous", "same", "next", "entropy")}
+        for b, q in queries:
+            row = weights[b, h, q].tolist()
+            length = 4 - b
+            of["entropy"].append(-sum(w * math.log(w) for w in row[:length]) / math.log(length))
+            of["first"].append(row[0])
+            of["last"].append(row[length - 1])
+            of["same"].append(row[q])
+            of["next"].append(row[q + 1]) if q + 1 < length else None
+            of["previous"].append(row[q - 1]) if q > 0 else None
+        for name, values in of.items():
+            assert abs(measured[name][h].item() - sum(values) / len(values)) < 1e-9, name
+        share = sum(1 / (4 - b) for b, _ in queries) / len(queries)
+        assert abs(measured["first x"][h].item() - measured["first"][h].item() / share) < 1e-9
+
+
+def subjects():
+    return [visualize.Subject(name, None, torch.device("cpu")) for name in ("sentiment", "copy")]
+
+
+def test_trained_toys_have_no_error():
+    with with_toys():
+        for subject in subjects():
+            assert not [finding for finding in subject.findings if finding.level == "error"], subject.findings
+            assert any("no error" in line for line in subject.report())
+
+
+def test_a_model_without_its_mask_is_found_out():
+    def no_mask(self, mask, *sizes):
+        return torch.ones_like(mask)
+
+    with with_toys(), swapped(MultiHeadAttention, "prepare_mask", no_mask), swapped(visualize, "save_pictures", print):
+        found = {(subject.task.measure, f.text.split(",")[0], f.name)
+                 for subject in subjects() for f in subject.findings if f.level == "error"}
+        assert found == {("accuracy", "sentiment", "padding"), ("exact match", "encoder", "padding"),
+                         ("exact match", "decoder", "padding"), ("exact match", "decoder", "future"),
+                         ("exact match", "cross", "padding")}
+        status, out, err = call(visualize.main, "--strict", "--device", "cpu", "--text", "the film was dull")
+        assert status == 1 and "\nerror: sentiment, layer 1, heads 1, 2, 3, 4; layer 2, heads" in out
+
+
+def test_padding_is_drawn_only_where_it_is_looked_at():
+    with with_toys():
+        def columns():
+            subject = visualize.Subject("sentiment", None, torch.device("cpu"), text="the film was dull")
+            return subject.cut("sentiment")[2]
+        assert columns() == ["the", "film", "was", "dull"]
+        with swapped(train, "make_padding_mask", lambda ids: torch.ones_like(ids)):
+            assert columns() == ["the", "film", "was", "dull", "<pad>", "<pad>·2"]
+
+
+def test_maps_show_every_layer_and_head_and_what_is_produced():
+    with with_toys():
+        subject = visualize.Subject("copy", None, torch.device("cpu"), source="7 7 3")
+        layers, heads = len(subject.layers["cross"]), subject.model.decoder.layers[0].cross_attn.num_heads
+        weights, rows, columns, blocked = subject.cut("cross")
+        assert weights.shape == (layers, heads, 4, 4) and not blocked.any()
+        assert rows == columns == ["7", "7·2", "3", "<eos>"]
+        weights, rows, columns, blocked = subject.cut("decoder")
+        assert rows == ["7", "7·2", "3", "<eos>"] and columns == ["<bos>", "7", "7·2", "3"]
+        assert torch.equal(blocked, ~subsequent_mask(4)[0]) and not weights[..., blocked].any()
+
+
+@functools.lru_cache(maxsize=None)
+def drawn():
+    """python visualize.py on the toys, with everything that can disturb it -> status, stdout, stderr, sizes of the
+    files, figures left open."""
+    from matplotlib import pyplot
+    with with_toys():
+        displays = {name: os.environ.pop(name) for name in ("DISPLAY", "WAYLAND_DISPLAY") if name in os.environ}
+        try:
+            result = call(visualize.main, "--device", "cpu", "--out", "a/b", "--text", "so dull", "--source", "3 1 3")
+        finally:
+            os.environ.update(displays)
+        return *result, {str(path): path.stat().st_size for path in Path("a/b").iterdir()}, pyplot.get_fignums()
+
+
+def test_visualize_writes_ten_pictures_and_the_report_and_names_them():
+    status, out, err, files, _ = drawn()
+    assert status == 0 and not err, err
+    names = ["01_positional_encoding", "02_masks", "03_attention_steps", "04_sentiment", "05_encoder", "06_decoder",
+             "07_cross", "08_untrained", "09_training", "10_heads"]
+    assert sorted(files) == sorted([str(Path("a/b") / f"{name}.png") for name in names] + [str(Path("a/b/report.txt"))])
+    assert all(size > 1000 for size in files.values()) and set(files) <= set(out.splitlines())
+
+
+def test_figures_are_closed():
+    assert drawn()[4] == []
+
+
+def test_report_says_what_it_is_over_and_that_attention_is_no_explanation():
+    out = drawn()[1]
+    for text in "216 held-out remarks", "300 held-out sequences", "before training", "Attention is not an explanation":
+        assert text in out, text
+
+
+def test_terminal_map_shows_the_diagonal_of_copying():
+    lines = drawn()[1].splitlines()
+    top = next(i for i, line in enumerate(lines) if line.split() == ["3", "1", "3·2", "<eos>"])
+    for row in lines[top + 1:top + 5]:
+        label, shades = row.split()[0], row[lines[top].find("3"):]
+        darkest = max(range(len(shades)), key=lambda i: " ░▒▓█".index(shades[i]))
+        assert lines[top][lines[top].find("3") + darkest:].split()[0] == label, (lines[top], row)
+
+
+def test_terminal_map_falls_back_to_ascii_and_fits_the_width():
+    weights = torch.eye(3)
+    assert any("█" in line for line in visualize.text_map(weights, "abc", ["我", "b", "b·2"], "utf-8", 80))
+    lines = list(visualize.text_map(weights, "abc", ["我", "b", "b·2"], "ascii", 80))
+    assert "".join(lines).isascii() and "b.2" in lines[0] and "#" in lines[1]
+    wide = visualize.text_map(torch.eye(50), ["word"] * 50, ["word"] * 50, "utf-8", 60)
+    assert all(len(line) <= 60 for line in wide)
+
+
+def test_label_counts_are_checked():
+    from matplotlib.figure import Figure
+    raises(ValueError, "2 row labels and 3 column labels", visualize.draw_map, Figure().subplots(), torch.rand(3, 3),
+           ["a", "b"], ["a", "b", "c"])
+
+
+def test_blocked_cells_are_not_painted_and_numbers_can_be_read():
+    from matplotlib.figure import Figure
+    ax = Figure().subplots()
+    blocked = torch.tensor([[False, True], [False, False]])
+    image = visualize.draw_map(ax, torch.tensor([[1.0, 0.0], [0.0, float("nan")]]), ["a", "b"], ["c", "d"], blocked)
+    painted = image.to_rgba(image.get_array(), bytes=True)
+    assert painted[0, 1, 3] == 0 and painted[1, 0, 3] == 255 and tuple(painted[1, 1][:3]) == (255, 0, 0)
+    assert [(text.get_text(), text.get_color()) for text in ax.texts] == [("1", "white"), ("0", "black"),
+                                                                         ("nan", "white")]
+
+
+def test_repeated_words_are_told_apart():
+    assert visualize.tell_apart(["film", "a", "film", "film"]) == ["film", "a", "film·2", "film·3"]
+    assert visualize.tell_apart(["x" * 20, "x" * 21]) == ["x" * 13 + "…", "x" * 13 + "…·2"]
+
+
+def test_visualize_says_what_is_wrong_before_any_work():
+    with with_toys():
+        Path("file").write_text("x", encoding="utf-8")
+        for argv, message in [(("--text", "the film was not very very very bad"), "8 tokens; this model reads 1 to"),
+                              (("--text", " "), "--text: 0 tokens"),
+                              (("--source", "3 11"), "'11' is not a symbol"),
+                              (("--source", ""), "--source: 0 tokens"),
+                              (("--source", "1 " * 11), "11 tokens; this model reads 1 to 10"),
+                              (("--out", "file"), "not a directory"),
+                              (("--out", "file/sub"), "file"),
+                              (("--checkpoint", "none.pt"), "none.pt: No such file"),
+                              (("--checkpoint", "file"), "not a checkpoint"),
+                              (("--checkpoint", "checkpoints/copy.pt", "--text", "good"), "give it a --source"),
+                              (("--checkpoint", "checkpoints/sentiment.pt", "--source", "1"), "give it a --text"),
+                              (("--checkpoint", "checkpoints/copy.pt", "--data", "file"), "makes its own data"),
+                              (("--checkpoint", "checkpoints/sentiment.pt", "--data", "file"), "0 tabs"),
+                              (("--data", "file"), "--data needs --checkpoint"),
+                              (("--device", "nonsense"), "nonsense")]:
+            status, out, err = call(visualize.main, "--device", "cpu", *argv)
+            assert status == 2 and not out and message in err.splitlines()[-1], (argv, err)
+            assert not Path("figures").exists()
+
+
+def test_wrong_input_is_found_before_the_toys_are_trained():
+    with working_directory():
+        assert call(visualize.main, "--device", "cpu", "--source", "3 11")[0] == 2 and not Path("checkpoints").exists()
+
+
+def test_a_model_of_other_data_is_drawn_and_measured_on_it():
+    with working_directory(), swapped(visualize, "save_pictures", lambda *args: None):
+        Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
+        run_train("--task", "translate", "--data", "pairs.tsv", "--steps", "2", "--checkpoint", "t.pt", *SMALL)
+        status, out, err = call(visualize.main, "--device", "cpu", "--checkpoint", "t.pt")
+        assert status == 2 and "--source or --data" in err
+        status, out, err = call(visualize.main, "--device", "cpu", "--checkpoint", "t.pt", "--source", "a u")
+        assert status == 0 and "the given text and its first half" in out and "\nerror" not in out, err
+        status, out, err = call(visualize.main, "--device", "cpu", "--checkpoint", "t.pt", "--data", "pairs.tsv")
+        assert status == 0 and "25 lines of pairs.tsv" in out and "\nerror" not in out, err
+
+
+def test_chinese_without_a_font_is_one_line_and_a_picture():
+    from matplotlib import font_manager
+
+    def only_the_sentence(new_figure, subjects, glyphs):
+        maps = subjects[0].cut("sentiment", glyphs=glyphs)
+        assert maps[1] == ["□?", "□?·2", "$?"]
+        yield "sentence.png", visualize.draw_grid(new_figure, "这电".translate(glyphs), *maps, ["layer 1", "layer 2"])
+
+    fonts = [font for font in font_manager.fontManager.ttflist if font.name.startswith("DejaVu Sans")]
+    with with_toys(), swapped(font_manager.fontManager, "ttflist", fonts), \
+            swapped(font_manager, "findSystemFonts", list), swapped(visualize, "draw_all", only_the_sentence):
+        status, out, err = call(visualize.main, "--device", "cpu", "--checkpoint", "checkpoints/sentiment.pt",
+                                "--text", "这 电 $")
+        assert status == 0 and err.count("\n") == 1 and "no installed font has 电这: drawn as □" in err, err
+        assert Path("figures/sentence.png").stat().st_size > 1000
+
+
+def test_without_matplotlib_the_report_still_comes():
+    names = [name for name in sys.modules if name.split(".")[0] == "matplotlib"]
+    kept = {name: sys.modules.pop(name) for name in names}
+    sys.modules["matplotlib"] = None
+    try:
+        with with_toys():
+            status, out, err = call(visualize.main, "--device", "cpu")
+            assert status == 0 and err.count("\n") == 1 and "no pictures" in err and "█" in out
+            assert [path.name for path in Path("figures").iterdir()] == ["report.txt"]
+            assert Path("figures/report.txt").read_text("utf-8").strip() in out
+    finally:
+        del sys.modules["matplotlib"]
+        sys.modules.update(kept)
 
 
 # --- all files
@@ -1243,9 +1686,11 @@ def test_every_name_of_the_two_articles_is_found_by_grep():
 
 
 def test_a_file_imports_only_from_files_to_its_left():
+    names = list(SOURCES)
     for i, (name, text) in enumerate(SOURCES.items()):
-        imported = re.findall(r"^\s*(?:from|import) (\w+)", text, flags=re.MULTILINE)
-        assert not set(imported) & {*list(SOURCES)[i:], "visualize", "test_all", "numpy", "matplotlib"}, name
+        imported = set(re.findall(r"^\s*(?:from|import) (\w+)", text, flags=re.MULTILINE))
+        assert not imported & {*names[i:], "test_all", "numpy"}, name
+        assert not imported & ({"translate"} if name == "visualize" else {"matplotlib"}), name
 
 
 def test_no_check_is_an_assert_which_python_O_takes_out():
@@ -1263,9 +1708,304 @@ print(torch.cuda.is_initialized())
     assert done.stdout == "False\n", done.stdout + done.stderr
 
 
+# --- drills: ten bugs that learners really make, put in on purpose
+
+
+DRILLS = {}
+
+
+def drill(right, *tests):
+    """A decorator: what follows is a wrong version of a function or method, and these tests must see that.
+
+    Its first argument is the right version; its docstring says what is wrong; in its name, - stands for _.
+    """
+    def note(wrong):
+        DRILLS[wrong.__name__.replace("_", "-")] = right, wrong, tests
+        return wrong
+    return note
+
+
+@drill(attention, test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
+def no_scale(right, query, *rest):
+    """scores not divided by sqrt(d_k)"""
+    return right(query * math.sqrt(query.size(-1)), *rest)
+
+
+@drill(MultiHeadAttention.split, test_merge_undoes_split_and_a_view_right_after_the_transpose_raises,
+       test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
+def split_view(right, self, x):
+    """heads split by a plain view"""
+    return x.reshape(x.size(0), self.num_heads, x.size(1), self.d_k)
+
+
+@drill(MultiHeadAttention.merge, test_merge_undoes_split_and_a_view_right_after_the_transpose_raises,
+       test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
+def merge(right, self, x):
+    """heads merged without the transpose"""
+    return x.reshape(x.size(0), x.size(2), self.d_model)
+
+
+@drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
+       test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_more_padding)
+def mask_axis(right, self, mask, batch, query, key):
+    """padding mask on the query axis, where it fits"""
+    mask = right(self, mask, batch, query, key)
+    return mask.transpose(-2, -1) if mask.size(-2) == 1 and query == key else mask
+
+
+@drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
+       test_masks_of_every_allowed_rank_block_what_they_say)
+def mask_inverted(right, self, *args):
+    """True read as 'must not look'"""
+    return ~right(self, *args)
+
+
+@drill(make_target_mask, test_padding_and_target_masks)
+def no_causal(right, ids, pad_idx=0):
+    """target mask without the causal half"""
+    return make_padding_mask(ids, pad_idx)
+
+
+@drill(train.shift, test_the_label_is_the_input_one_step_later)
+def no_shift(right, tgt):
+    """labels not shifted: the input is the label"""
+    return tgt[:, :-1], tgt[:, :-1]
+
+
+@drill(greedy_decode, test_greedy_decode_equals_a_slow_loop_over_rows_with_and_without_cache)
+def bos_pad(right, *args, **options):
+    """decoding starts from PAD, not BOS"""
+    return right(*args, **{"bos": PAD, **options})
+
+
+@drill(PositionalEncoding.forward, test_positions_equal_a_literal_loop_over_the_formula,
+       test_shuffled_words_give_shuffled_results_without_positions_and_other_results_with_them)
+def no_positions(right, self, x):
+    """positions left out"""
+    return self.dropout(x)
+
+
+@drill(LayerNorm.forward, test_layer_norm_equals_pytorch)
+def layernorm(right, self, x):
+    """n - 1 deviation, eps outside the root (article 2)"""
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+
+def homes(function):
+    """(owner, name) for every name by which our files look this function up: "from attention import ..." copies it."""
+    owners = [module for name, module in sys.modules.items() if name in SOURCES or name == __name__]
+    owners += [MultiHeadAttention, PositionalEncoding, LayerNorm]
+    return [(owner, name) for owner in owners for name, value in vars(owner).items() if value is function]
+
+
+@contextlib.contextmanager
+def drilled(name):
+    """Inside: this bug is in."""
+    right, wrong, _ = DRILLS[name]
+    with contextlib.ExitStack() as bugs:
+        for owner, key in homes(right):
+            bugs.enter_context(swapped(owner, key, lambda *args, **options: wrong(right, *args, **options)))
+        yield
+
+
+def caught_by(tests):
+    """Those of the tests that fail now."""
+    failed = []
+    for test in tests:
+        setup_function()
+        try:
+            test()
+        except Exception:
+            failed.append(test)
+    return failed
+
+
+def test_every_drill_is_caught_by_its_tests_and_undone_afterwards():
+    assert len(DRILLS) == 10
+    assert caught_by({test for _, _, tests in DRILLS.values() for test in tests}) == []
+    for name, (right, _, tests) in DRILLS.items():
+        before = homes(right)
+        with drilled(name):
+            assert caught_by(tests) == list(tests) and homes(right) == [], name
+        assert before and homes(right) == before, name
+
+
+def drills(names):
+    """Trains the copy task with each bug, and prints what the usual figures and the quick tests make of it."""
+    slow = {"working_directory", "with_toys", "trained_toys", "call", "subprocess", "drilled"}  # names that they use
+    tests = [test for name, test in globals().items()
+             if name.startswith("test_") and not slow & {*test.__code__.co_names}]
+    print(f"The copy task, held-out data: loss and accuracy when told the words before, exact match when decoding.\n"
+          f"Below each drill, those of {len(tests)} quick tests that notice.\n\n"
+          f"{'drill':14} {'loss':>6} {'accuracy':>9} {'exact match':>12}   what is wrong")
+    for name in ["unbroken", *names]:
+        _, wrong, own = DRILLS.get(name, (None, None, ()))
+        with working_directory(), drilled(name) if wrong else contextlib.nullcontext(), \
+                swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
+            run_train("--task", "copy")
+            task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
+            told = train.evaluate_batches(task, model, [task.valid], "cpu")
+            failed = sorted(caught_by(tests), key=lambda test: test not in own)
+        print(f"{name:14} {told['loss']:6.3f} {told['accuracy']:9.3f} {checkpoint['metrics']['accuracy']:12.3f}   "
+              f"{wrong.__doc__ if wrong else 'nothing'}")
+        more = f"  +{len(failed) - 2} more" if len(failed) > 2 else ""
+        print("\n".join(f"      {test.__name__}" for test in failed[:2]) + more if failed else "      none", flush=True)
+    return 0
+
+
+# --- bench: how fast, against PyTorch's own modules
+
+
+def seconds(call):
+    """CPU seconds of one call. Not those of the clock, so that other programs on the machine count for less."""
+    started = time.process_time()
+    call()
+    return time.process_time() - started
+
+
+def ratio(ours, theirs, rounds=7):
+    """Our time over theirs: the median over rounds that run both, in turn first."""
+    measured = []
+    for i in range(rounds):
+        times = {run: seconds(run) for run in ((ours, theirs), (theirs, ours))[i % 2]}
+        measured.append(times[ours] / times[theirs])
+    return statistics.median(measured)
+
+
+def row(what, reference, value, target):
+    print(f"{what:56} {reference:36} {value:>7.2f} {target:>8}", flush=True)
+
+
+def stepping(module, forward):
+    """A training step: forward() of the module, backward, Adam."""
+    optimizer = torch.optim.Adam(module.parameters(), fused=True)
+
+    def step():
+        optimizer.zero_grad()
+        forward().sum().backward()
+        optimizer.step()
+    return step
+
+
+def bench_attention():
+    ours, theirs = MultiHeadAttention(512, 8, 0.0), nn.MultiheadAttention(512, 8, 0.0, batch_first=True)
+    for fused, batch, length, masked, target in ((False, 32, 128, False, 1.05), (False, 32, 128, True, 1.05),
+                                                 (True, 32, 128, False, 0.95), (True, 8, 1024, False, 0.90)):
+        ours.attention.fused = fused
+        x = torch.randn(batch, length, 512, requires_grad=True)
+        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1)) if masked else None
+        drop = ~mask if masked else None
+        value = ratio(lambda: ours(x, x, x, mask)[0].sum().backward(),
+                      lambda: theirs(x, x, x, drop, need_weights=not fused, average_attn_weights=False)[0].sum()
+                      .backward())
+        row(f"MultiHeadAttention, {'fused' if fused else 'formula'}, ({batch}, {length}){', mask' if masked else ''}",
+            f"MultiheadAttention, weights {not fused}", value, f"<= {target:.2f}")
+
+
+def bench_layers():
+    x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
+    sizes = 512, 8, 2048, 0.0
+    for norm_first, fused in itertools.product((True, False), (False, True)):
+        order = dict(batch_first=True, norm_first=norm_first)
+        encoders = EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **order)
+        decoders = DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **order)
+        set_fused(encoders[0], fused)
+        set_fused(decoders[0], fused)
+        steps = [[stepping(m, lambda m=m: m(x)) for m in encoders],
+                 [stepping(decoders[0], lambda: decoders[0](x, memory, None, causal)),
+                  stepping(decoders[1], lambda: decoders[1](x, memory, ~causal[0]))]]
+        for name, pair in zip(("EncoderLayer", "DecoderLayer"), steps):
+            row(f"{name}, {'pre' if norm_first else 'post'}-norm, {'fused' if fused else 'formula'}, training step",
+                f"nn.Transformer{name}", ratio(*pair), "<= 1.05" if fused else "<= 1.25")
+
+
+class TheirTransformer(nn.Module):
+    """make_model with nn.Transformer in the middle."""
+
+    def __init__(self, vocab, num_layers):
+        super().__init__()
+        self.embeds = nn.ModuleList(nn.Sequential(Embeddings(512, vocab), PositionalEncoding(512, dropout=0.0))
+                                    for _ in range(2))
+        self.transformer = nn.Transformer(512, 8, num_layers, num_layers, 2048, 0.0, batch_first=True, norm_first=True)
+        self.generator = nn.Linear(512, vocab)
+
+    def forward(self, src, tgt):
+        padding, causal = src == PAD, ~subsequent_mask(tgt.size(1))[0]
+        return self.generator(self.transformer(self.embeds[0](src), self.embeds[1](tgt), None, causal, None,
+                                               padding, tgt == PAD, padding))
+
+
+def bench_seq2seq():
+    for (batch, length), fused in itertools.product(((80, 10), (16, 64)), (False, True)):
+        ours, theirs = make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2)
+        set_fused(ours, fused)
+        src, tgt = (torch.randint(4, 1000, (batch, length)) for _ in range(2))
+
+        def loss(logits):
+            return F.cross_entropy(logits.flatten(0, 1), tgt.flatten())
+        value = ratio(stepping(ours, lambda: loss(ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)))),
+                      stepping(theirs, lambda: loss(theirs(src, tgt))), rounds=5)
+        row(f"seq2seq, 2 + 2 layers, {batch} x {length}, {'fused' if fused else 'formula'}, training step",
+            "nn.Transformer", value, "<= 1.00" if fused else "<= 1.20")
+
+
+def bench_decoding():
+    model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (1, 10))
+    model.generator.bias.data[EOS] = -1e9
+
+    def decoding(length, use_cache):
+        return lambda: greedy_decode(model, src, length, use_cache=use_cache)
+    for length, rounds, target in ((32, 7, 0.55), (128, 3, 0.30), (512, 1, 0.08)):
+        row(f"greedy decoding with cache, {length} tokens", "without cache",
+            ratio(decoding(length, True), decoding(length, False), rounds), f"<= {target:.2f}")
+    row("greedy decoding with cache, a token of 512", "a token of 128",
+        ratio(decoding(512, True), decoding(128, True)) / 4, "<= 1.20")
+
+
+def bench_copy():
+    worst = 1.0
+    for seed in range(10):
+        with working_directory():
+            run_train("--task", "copy", "--seed", str(seed))
+            task, model, _ = train.load_checkpoint(train.default_path("copy"), "cpu")
+        task.valid = task.draw(10_000, torch.Generator().manual_seed(1), held_out=True)
+        worst = min(worst, task.evaluate(model, "cpu")["accuracy"])
+    print(f"{'copy, steps of the default recipe':93} {task.recipe['steps']:>7} {'<= 250':>8}\n"
+          f"{'copy, exact match on 10,000 fresh sequences, worst of seeds 0-9':93} {worst:7.4f} >= 0.9999", flush=True)
+
+
+def bench_toys():
+    bare = "import torch; p = torch.nn.Parameter(torch.ones(1)); p.sum().backward(); torch.optim.Adam([p]).step()"
+
+    import resource  # not on Windows
+
+    def children(*command):
+        """CPU seconds of a Python process."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with working_directory():
+        pairs = [(children(str(HERE / "train.py"), "--device", "cpu"), children("-c", bare)) for _ in range(3)]
+    row("python train.py, both toys, CPU seconds of the process", "import torch, one step of Adam",
+        statistics.median(ours / theirs for ours, theirs in pairs), "<= 3.00")
+
+
+def bench():
+    """Prints each measurement with its reference and its target. One thread, dropout 0, float32, d_model 512."""
+    warnings.simplefilter("ignore")  # nn.Transformer warns about norm_first
+    print(f"{'ours':56} {'reference':36} {'ratio':>7} {'target':>8}")
+    for part in (bench_attention, bench_layers, bench_seq2seq, bench_decoding, bench_copy, bench_toys):
+        part()
+    return 0
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", metavar="WORD", default="", help="only the tests whose name contains WORD (default: all)")
+    parser.add_argument("--drills", nargs="?", const="all", metavar="NAME", choices=["all", *DRILLS],
+                        help=f"train with bugs put in on purpose, and see who notices: all, {', '.join(DRILLS)}")
+    parser.add_argument("--bench", action="store_true", help="measure our speed against PyTorch's modules (minutes)")
     args = parser.parse_args(argv)
     if not __debug__:
         parser.exit(2, "test_all.py: error: python -O takes out the asserts that the tests are made of\n")
@@ -1275,6 +2015,10 @@ def main(argv=None):
     sys.stdout.reconfigure(errors="backslashreplace")
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    if args.drills:
+        return drills(DRILLS if args.drills == "all" else [args.drills])
+    if args.bench:
+        return bench()
 
     failed = 0
     for name, test in tests:

@@ -25,7 +25,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import unicodedata
 import zipfile
@@ -122,18 +121,18 @@ def read_pairs(path, columns):
 def read_csv(path, text, columns):
     """(line number, (first, second)) for each row of a csv with a header."""
     csv.field_size_limit(2 ** 31 - 1)
-    reader = csv.reader(io.StringIO(text, newline=""))
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
         where = [next((header.index(name) for name in names if name in header), None) for names in columns]
         if None in where:
             raise ValueError(f"{path}: the first line names no column {' or '.join(columns[where.index(None)])}; "
-                             f"it reads: {', '.join(header)[:200]}")
+                             f"it reads: {', '.join(header)[:200]!r}")
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     for i, row in rows:
-        if len(row) <= max(where):
+        if len(row) != len(header):
             raise ValueError(f"{path}, line {i}: {len(row)} columns, the header has {len(header)}")
     return [(i, [row[j] for j in where]) for i, row in rows]
 
@@ -487,7 +486,16 @@ def evaluate_batches(task, model, batches, device):
 
 def resume_path(path):
     """checkpoints/copy.pt -> checkpoints/copy.resume.pt"""
-    return path.with_suffix(".resume.pt")
+    return path.with_name(path.name.removesuffix(".pt") + ".resume.pt")  # with_suffix: one file for run.1 and run.2
+
+
+RESUMED = {"options", "checksum", "model", "optimizer", "scheduler", "step", "done", "history", "best", "generator",
+           "random"}
+
+
+def part_path(path):
+    """Where a file is written before it takes its name."""
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
 def save_checkpoint(path, checkpoint):
@@ -496,10 +504,12 @@ def save_checkpoint(path, checkpoint):
         return  # under torchrun one process writes
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = part_path(path)
     try:
         part.write_bytes(buffer.getbuffer())
         os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         part.unlink(missing_ok=True)
 
@@ -511,9 +521,9 @@ def read_checkpoint(path, device):
             damaged = archive.testzip()  # torch.load does not compare the checksums
         if damaged is None:
             return torch.load(path, map_location=device, weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # a file of any content comes here, and torch.load says no in many ways
+        if isinstance(error, OSError) and error.filename:
+            raise  # it cannot be opened
         raise ValueError(f"{path}: not a checkpoint that train.py wrote ({type(error).__name__})") from None
     raise ValueError(f"{path}: damaged; train again")
 
@@ -525,8 +535,12 @@ def load_checkpoint(path, device):
         task = TASKS[checkpoint["task"]](checkpoint["vocab"])
         model = task.build(checkpoint["config"])
         model.load_state_dict(checkpoint["model"])
-        checkpoint["history"], checkpoint["metrics"]
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        [entry["loss"] for entry in checkpoint["history"]], checkpoint["metrics"]["accuracy"]
+        words = checkpoint["vocab"].values()
+        sizes = {checkpoint["config"].get(f"{key}") for key in ("vocab_size", "num_classes", "src_vocab", "tgt_vocab")}
+        if {type(word) for word in itertools.chain(*words)} != {str} or {*map(len, words)} != sizes - {None}:
+            raise ValueError
+    except Exception as error:  # as above
         raise ValueError(f"{path}: not a checkpoint that train.py wrote ({type(error).__name__})") from None
     return task, model.to(device).eval(), checkpoint
 
@@ -591,7 +605,9 @@ def set_random_state(state, device):
 
 def rank_and_ranks():
     """Which of how many processes this is: what torchrun says, 0 of 1 without it."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, 1  # RANK alone may be somebody else's
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def share(loss, wanted, stop, ranks):
@@ -642,6 +658,11 @@ def train(task, model, args, device, path, resumed=None):
             scheduler=scheduler.state_dict(), step=step, done=done, history=history, best=best, generator=drawn,
             random=random_state(device)))
 
+    def lost(what):
+        progress.end(f"the {what} at step {step}; try a smaller --lr. "
+                     f"{f'The best weights so far are in {path}' if best else 'Nothing is saved'}")
+        return 1
+
     print(f"{args.task}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps} steps"
           + (f", going on after step {step}" if step else ""))
     progress = Progress(args.task, step, steps)
@@ -662,9 +683,7 @@ def train(task, model, args, device, path, resumed=None):
 
                 step, done = step + 1, done + 1
                 if not math.isfinite(mean_loss):
-                    progress.end(f"the loss is {mean_loss} at step {step}; try a smaller --lr. "
-                                 f"{f'The best weights so far are in {path}' if best else 'Nothing is saved'}")
-                    return 1
+                    return lost(f"loss is {mean_loss}")
                 progress.update(step, mean_loss, batch)
                 if stop:
                     save_for_resume(drawn)
@@ -675,6 +694,8 @@ def train(task, model, args, device, path, resumed=None):
             done = 0
             metrics = task.evaluate(model, device)
             history.append({"step": step, "train_loss": progress.mean_loss(), **metrics})
+            if not math.isfinite(metrics["loss"]):
+                return lost(f"held-out loss is {metrics['loss']}")
             if best is None or task.score(metrics) >= task.score(best["metrics"]):
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 best = dict(task=args.task, config=task.config(args), vocab=task.vocab, seed=args.seed, step=step,
@@ -688,7 +709,7 @@ def train(task, model, args, device, path, resumed=None):
     resume_path(path).unlink(missing_ok=True)
     print(f"{args.task}: {task.measure} {best['metrics']['accuracy']:.1%} on held-out data at step {best['step']}; "
           f"saved to {path}\n")
-    return 0
+    return 128 + signals[0] if signals else 0  # it came too late for this task, not for the next
 
 
 class Progress:
@@ -732,7 +753,7 @@ def default_path(name):
     return Path("checkpoints") / f"{name}.pt"
 
 
-def number(kind, low, high=math.inf):
+def number(kind, low, high=10 ** 9):
     """An argparse type: an int or a float with low <= it < high."""
     def parse(text):
         try:
@@ -741,8 +762,7 @@ def number(kind, low, high=math.inf):
             value = math.nan
         if not low <= value < high:
             what = "a whole number" if kind is int else "a number"
-            bounds = f"at least {low}" + (f" and below {high}" if high < math.inf else "")
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}, {bounds}")
+            raise argparse.ArgumentTypeError(f"{text[:20]!r} is not {what}, at least {low} and below {high}")
         return value
     return parse
 
@@ -767,7 +787,7 @@ def make_parser():
     length = how.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=number(int, 1), help=f"rounds through the data {default('epochs')}")
     length.add_argument("--steps", type=number(int, 1), help=f"or batches in all {default('steps')}")
-    how.add_argument("--batch-size", type=number(int, 1), metavar="N",
+    how.add_argument("--batch-size", type=number(int, 1, 10 ** 6), metavar="N",
                      help=f"sequences in a batch; translate: tokens of a side {default('batch_size')}")
     how.add_argument("--lr", type=number(float, 1e-9, 10), help=f"the highest learning rate {default('lr')}")
     how.add_argument("--warmup", type=number(int, 0), metavar="STEPS",
@@ -775,10 +795,11 @@ def make_parser():
     how.add_argument("--dropout", type=number(float, 0, 1), help=default("dropout"))
     how.add_argument("--seed", type=number(int, 0, 2 ** 63), help="the same seed, the same weights (default: 42)")
     size = parser.add_argument_group("size of the model")
-    size.add_argument("--layers", type=number(int, 1), help=f"on each side {default('layers')}")
-    size.add_argument("--d-model", type=number(int, 1), metavar="N", help=default("d_model"))
-    size.add_argument("--heads", type=number(int, 1), help=default("heads"))
-    size.add_argument("--d-ff", type=number(int, 1), metavar="N", help=f"width of the feed-forward {default('d_ff')}")
+    size.add_argument("--layers", type=number(int, 1, 1000), help=f"on each side {default('layers')}")
+    size.add_argument("--d-model", type=number(int, 1, 10 ** 5), metavar="N", help=default("d_model"))
+    size.add_argument("--heads", type=number(int, 1, 10 ** 5), help=default("heads"))
+    size.add_argument("--d-ff", type=number(int, 1, 10 ** 5), metavar="N",
+                      help=f"width of the feed-forward {default('d_ff')}")
     size.add_argument("--norm", choices=["pre", "post"], help=f"before or after each sublayer {default('norm')}")
     where = parser.add_argument_group("where and in which precision")
     where.add_argument("--device", default="auto", help="auto (CUDA if there), cpu, cuda, cuda:1, ... (default: auto)")
@@ -791,7 +812,7 @@ def make_parser():
 def fill_in(args, name, resumed):
     """The options of one task: those given, then those of the interrupted run, then the task's recipe."""
     given = {key: getattr(args, key) for key in (*Copy.recipe, "data", "valid", "seed", "precision", "fused")}
-    given = {key: value for key, value in given.items() if value not in (None, False)}
+    given = {key: value for key, value in given.items() if value is not None and value is not False}
     if resumed:
         for key, value in given.items():
             if value != resumed["options"].get(key):
@@ -809,15 +830,21 @@ def prepare(name, args, path):
     """Everything that can be wrong with the arguments, the data and the files is found here, before any training:
     the task with its data, the fresh model, the options, what an interrupted run left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory")
-    tempfile.TemporaryFile(dir=path.parent).close()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a directory or a device")
+    for file in filter(None, (args.data, args.valid)):
+        if Path(file).resolve() in (path.resolve(), resume_path(path).resolve()):
+            raise ValueError(f"the checkpoint would overwrite {file}")
+    part_path(resume_path(path)).touch()
+    part_path(resume_path(path)).unlink()
     resumed = None
     if args.resume:
         if not resume_path(path).exists():
             raise ValueError(f"nothing to resume: there is no {resume_path(path)}")
         resumed = read_checkpoint(resume_path(path), "cpu")
-        if resumed.get("options", {}).get("task") != name:
+        fresh = vars(fill_in(args, name, None))
+        if not (isinstance(resumed, dict) and RESUMED <= resumed.keys() and isinstance(resumed["options"], dict)
+                and resumed["options"].keys() == fresh.keys() and resumed["options"]["task"] == name):
             raise ValueError(f"{resume_path(path)} is not the state of an interrupted {name} run")
     options = fill_in(args, name, resumed)
     if options.epochs and name == "copy":
@@ -826,7 +853,10 @@ def prepare(name, args, path):
     if resumed and resumed["checksum"] != task.checksum:
         raise ValueError(f"{options.data} has changed since the interrupted run")
     set_seed(options.seed)
-    return task, task.build(task.config(options)), options, resumed
+    try:
+        return task, task.build(task.config(options)), options, resumed
+    except RuntimeError as error:
+        raise ValueError(f"a model of these sizes cannot be made: {str(error).splitlines()[0]}") from None
 
 
 def main(argv=None):
@@ -835,6 +865,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     names = ["sentiment", "copy"] if args.task == "all" else [args.task]
     for option in "data", "valid", "checkpoint", "resume":
+        if getattr(args, option) == "":
+            parser.error(f"--{option} is empty")
         if getattr(args, option) and args.task == "all":
             parser.error(f"--{option} needs one task: --task sentiment, copy or translate")
     if args.task == "copy" and (args.data or args.valid):
@@ -857,7 +889,9 @@ def main(argv=None):
         try:
             status = train(task, model, options, device, path, resumed)
         except OSError as error:
-            print(f"train.py: error: {path} could not be written: {error.strerror}", file=sys.stderr)
+            if error.filename is None:
+                raise  # not a checkpoint but stdout, which is run's business
+            print(f"train.py: error: {error.filename} could not be written: {error.strerror}", file=sys.stderr)
             status = 2
         if status != 0:
             break
@@ -882,19 +916,21 @@ def load_or_train(name, path, device):
 def run(main):
     """Call a script's main and exit with its status. Output never dies of the terminal's encoding, and a reader who
     closes the pipe or presses Ctrl-C sees no traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(errors="backslashreplace")
+    for name in "stdout", "stderr":
+        if getattr(sys, name) is None:  # closed: print(file=None) would go to the other one
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
         status = main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    except BrokenPipeError:
+    except OSError as error:  # of stdin or stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would try to flush it again
-        status = 141
+        status = 141 if isinstance(error, BrokenPipeError) else 2
+        if status == 2:
+            print(f"{Path(sys.argv[0]).name}: error: {error.strerror}: stdin or stdout", file=sys.stderr)
     sys.exit(status)
 
 
