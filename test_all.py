@@ -1619,6 +1619,7 @@ def test_visualize_says_what_is_wrong_before_any_work():
                               (("--checkpoint", "checkpoints/copy.pt", "--data", "file"), "makes its own data"),
                               (("--checkpoint", "checkpoints/sentiment.pt", "--data", "file"), "0 tabs"),
                               (("--data", "file"), "--data needs --checkpoint"),
+                              (("--checkpoint", "", "--text", "good"), "is empty"),
                               (("--device", "nonsense"), "nonsense")]:
             status, out, err = call(visualize.main, "--device", "cpu", *argv)
             assert status == 2 and not out and message in err.splitlines()[-1], (argv, err)

@@ -680,6 +680,8 @@ def main(argv=None):
     parser.add_argument("--device", default="auto", help="auto (CUDA if there), cpu, cuda, cuda:1, ... (default: auto)")
     args = parser.parse_args(argv)
     out = Path(args.out)
+    if args.checkpoint == "" or args.data == "":
+        parser.error("--checkpoint or --data is empty")
     if args.data and not args.checkpoint:
         parser.error("--data needs --checkpoint, the model that was trained on such lines")
     if args.checkpoint and args.text is not None and args.source is not None:
