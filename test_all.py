@@ -2015,6 +2015,7 @@ def main(argv=None):
         parser.error(f"no test has {args.k!r} in its name")
     sys.stdout.reconfigure(errors="backslashreplace")
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="matplotlib|pyparsing")  # old one on new one
     torch.set_num_threads(1)
     if args.drills:
         return drills(DRILLS if args.drills == "all" else [args.drills])

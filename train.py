@@ -368,7 +368,7 @@ class Translate(Seq2Seq):
 
     columns = ("source",), ("target",)
     measure = "next-word accuracy"
-    recipe = dict(epochs=12, steps=None, batch_size=2500, lr=3e-3, warmup=100, dropout=0.15, layers=3, d_model=128,
+    recipe = dict(epochs=11, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3, d_model=128,
                   heads=4, d_ff=256, norm="pre")
     longest = 128  # tokens of a side; longer pairs are left out
     label_smoothing = 0.1

@@ -418,7 +418,7 @@ def draw_map(ax, values, rows, columns, blocked=None, cell=0.4, texts=None, cmap
     image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin, vmax=vmax,
                       aspect="auto", interpolation="nearest")
     ax.tick_params(length=0, pad=2)
-    step = max(1, math.ceil(0.12 / cell))  # labels that would overlap are left out
+    step = max(1, math.ceil(0.14 / cell))  # labels that would overlap are left out
     ax.set_xticks(range(0, len(columns), step), columns[::step], rotation=90 if max(map(cells, columns)) > 2 else 0)
     ax.set_yticks(range(0, len(rows), step), rows[::step])
     if texts or max(values.shape) <= 12 and cell >= 0.25:
@@ -495,8 +495,8 @@ def draw_steps(new_figure):
               ("4. softmax: a row sums to 1", weights, dict(blocked=~allowed)), ("5. times V", output, signed)]
     figure, axes, bar = sheet(new_figure, "softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 0.95)
     axes[0][3].text(0, 0.5, "1. every query times every key\n2. smaller numbers, a softer softmax\n"
-                    "3. −∞ where a query may not look\n4. each row becomes shares of 1\n5. the mean of V by these shares",
-                    fontsize=10, linespacing=1.8, va="center", transform=axes[0][3].transAxes)
+                    "3. −∞ where a query may not look\n4. each row becomes shares of 1\n"
+                    "5. the mean of V by these shares", fontsize=10, linespacing=1.8, va="center")
     for ax, panel in zip(itertools.chain(*axes), panels):
         if panel is None:
             ax.set_axis_off()
@@ -514,7 +514,7 @@ def draw_steps(new_figure):
 def draw_grid(new_figure, title, weights, rows, columns, blocked, names, looks_from="", framed=None):
     """Weights (layers, heads, query, key) as one map each, on one scale; names: of the layers."""
     layers, heads, queries, keys = weights.shape
-    cell = 0.36 if max(queries, keys) <= 12 else max(0.13, 4.3 / max(queries, keys))
+    cell = 0.36 if max(queries, keys) <= 12 else max(0.14, 4.3 / max(queries, keys))
     cell = min(cell, 28 / (heads * keys), 28 / (layers * queries))
     width = max(keys * cell, 0.085 * max(len(f"{name}, head {heads}") for name in names))
     figure, axes, bar = sheet(new_figure, title, layers, heads, width, max(1.3, queries * cell),
