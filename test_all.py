@@ -45,8 +45,8 @@ from transformer_layer import (DecoderLayer, Embeddings, EncoderLayer, LayerNorm
                                PositionwiseFeedForward, SublayerConnection)
 
 HERE = Path(__file__).resolve().parent
-SOURCES = {name: (HERE / f"{name}.py").read_text("utf-8")
-           for name in ("attention", "transformer_layer", "model", "train", "translate", "visualize")}  # in reading order
+SOURCES = {name: (HERE / f"{name}.py").read_text("utf-8")  # in reading order
+           for name in ("attention", "transformer_layer", "model", "train", "translate", "visualize")}
 
 
 def setup_function():
