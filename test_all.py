@@ -1401,7 +1401,7 @@ def test_report_finds_weight_on_padding():
     columns = torch.tensor([[5, 6, 7, PAD], [5, 6, 7, 8]])
     weights = random_weights(2, 2, 3, 4, mask=(columns != PAD)[:, None, None])
     assert picked(weights, columns=columns) == []
-    weights[0, 1, 2] = torch.tensor([0.5, 0.3, 0.2 - 1e-5, 1e-5])  # one row of one head
+    weights[0, 1, 2] = torch.tensor([0.5, 0.3, 0.2 - 3e-6, 3e-6])  # one row of one head
     assert picked(weights, columns=columns) == ["padding"]
 
 
@@ -1452,6 +1452,19 @@ def test_report_finds_broken_rows_and_nan():
     blocked = torch.zeros(1, 2, 3, 3)
     assert picked(blocked, columns=columns, before=torch.ones(1, 2, 3, 3)) == []  # a blocked row sums to 0
     assert picked(blocked) == ["sum off"]
+
+
+def test_on_top_of_an_error_there_is_no_hint():
+    columns, uniform = torch.tensor([[5, 6, 7, PAD]]), torch.full((1, 2, 4, 4), 0.25)
+    assert picked(uniform, columns=columns, before=uniform) == ["padding"]
+
+
+def test_a_query_without_a_choice_does_not_count():
+    mask = subsequent_mask(4)
+    ids = torch.full((1, 4), 5)
+    measured = visualize.measure((mask / mask.sum(-1, keepdim=True)).expand(1, 1, 4, 4), ids, ids, causal=True)
+    assert abs(measured["entropy"].item() - 1) < 1e-6
+    assert abs(measured["first"].item() - (1 / 2 + 1 / 3 + 1 / 4) / 3) < 1e-6
 
 
 def test_rounding_is_no_finding():
