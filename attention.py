@@ -110,7 +110,8 @@ class MultiHeadAttention(nn.Module):
         query) appends the new positions to the keys and values kept there; cross-attention computes them once.
         """
         q = self.split(self.w_q(query))  # (batch, heads, query, d_k)
-        if cache is not None and key is not query and self in cache:
+        is_cross = key is not query  # the same object, not equal values
+        if cache is not None and is_cross and self in cache:
             k, v = cache[self]
         else:
             k, v = self.split(self.w_k(key)), self.split(self.w_v(value))  # (batch, heads, key, d_k)
@@ -122,7 +123,7 @@ class MultiHeadAttention(nn.Module):
         if mask is not None:
             mask = self.prepare_mask(mask, q.size(0), q.size(2), k.size(2))
         output, weights = self.attention(q, k, v, mask)  # (batch, heads, query, d_k)
-        self.attn = None if weights is None else weights.detach()  # with its graph it would keep the whole step alive
+        self.attn = None if weights is None else weights.detach()  # else the whole step's graph stays in memory
         return self.w_o(self.merge(output)), weights
 
     def split(self, x):

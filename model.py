@@ -90,7 +90,7 @@ class EncoderDecoder(nn.Module):
         """(batch, target) ids -> states (batch, target, d_model). With a cache, only the states of the positions
         that it does not hold yet; tgt and tgt_mask are whole all the same."""
         x = self.tgt_embed(tgt)
-        if cache:
+        if cache:  # not at the first step: the dict is still empty
             known = cache[self.decoder.layers[0].self_attn][0].size(2)  # its keys are (batch, heads, known, d_k)
             x, tgt_mask = x[:, known:], tgt_mask[..., known:, :]
         return self.decoder(x, memory, src_mask, tgt_mask, cache)

@@ -110,7 +110,7 @@ def read_pairs(path, columns):
         if rows and names[0] in columns[0] and names[1] in columns[1]:
             del rows[0]  # a header
     pairs = [(first.strip(), second.strip()) for _, (first, second) in rows]
-    pairs = [pair for pair in pairs if tokenize(pair[0]) and pair[1]]
+    pairs = [pair for pair in pairs if all(pair)]
     if not pairs:
         raise ValueError(f"{path}: no line with text in it")
     if len(pairs) < len(rows):
@@ -185,7 +185,7 @@ class Task:
         return evaluate_batches(self, model, map(self.batch, batches), device)
 
     def score(self, metrics):
-        """What the best weights have most of."""
+        """A tuple; the weights with the largest are kept."""
         return metrics["accuracy"], -metrics["loss"]
 
 
@@ -319,10 +319,10 @@ class Copy(Seq2Seq):
         return cls({"symbols": SPECIAL + [str(i) for i in range(1, 11)]})
 
     def encode(self, text):
-        symbols = text.split()
+        symbols, known = text.split(), self.source.tokens[len(SPECIAL):]
         for symbol in symbols:
-            if symbol not in self.source.tokens[len(SPECIAL):]:
-                raise ValueError(f"{symbol!r} is not a symbol; the symbols are {' '.join(self.source.tokens[4:])}")
+            if symbol not in known:
+                raise ValueError(f"{symbol!r} is not a symbol; the symbols are {' '.join(known)}")
         return self.source.encode(symbols) + [EOS]
 
     def config(self, args):
@@ -331,15 +331,19 @@ class Copy(Seq2Seq):
 
     def draw(self, size, generator, held_out=False):
         """Random sequences -> source (size, 11), target (size, 12). Held out are those of two or more symbols whose
-        sum is a multiple of 10: a last symbol that would make or miss such a sum is turned into one that does not."""
-        shortest, draws = (2, 1) if held_out else (1, 2)  # training sees more of the long: only they have late places
+        sum is a multiple of 10. The last symbol is changed so that held-out rows have such a sum and training rows do
+        not. Training takes the longer of two random lengths: only long sequences have late places to learn."""
+        shortest, draws = (2, 1) if held_out else (1, 2)
         length = torch.randint(shortest, self.most + 1, (size, draws), generator=generator).amax(dim=1, keepdim=True)
         symbols = torch.randint(1, 11, (size, self.most), generator=generator)
         place = torch.arange(self.most)
         symbols = symbols * (place < length)
         rest = symbols.sum(dim=1, keepdim=True) % 10
-        turned = (symbols - rest - 1) % 10 + 1 if held_out else torch.where(rest == 0, symbols % 10 + 1, symbols)
-        symbols = torch.where((place == length - 1) & (length > 1), turned, symbols)
+        if held_out:
+            last = (symbols - rest - 1) % 10 + 1  # makes the sum a multiple of 10
+        else:
+            last = torch.where(rest == 0, symbols % 10 + 1, symbols)  # the next symbol, where it would be one
+        symbols = torch.where((place == length - 1) & (length > 1), last, symbols)
 
         ids = torch.where(place < length, symbols + len(SPECIAL) - 1, PAD)
         src = F.pad(ids, (0, 1), value=PAD).scatter(1, length, EOS)
@@ -353,11 +357,11 @@ class Copy(Seq2Seq):
 
     def evaluate(self, model, device):
         """The loss, and the share of held-out sequences that greedy decoding copies without a mistake."""
-        src = self.valid[0].to(device)
+        src, tgt = (ids.to(device) for ids in self.valid)
         said = greedy_decode(model, src, self.most + 1)
         said = F.pad(said, (0, self.most + 1 - said.size(1)), value=PAD)
         return {"loss": evaluate_batches(self, model, [self.valid], device)["loss"],
-                "accuracy": (said == src).all(dim=1).float().mean().item()}
+                "accuracy": (said == shift(tgt)[1]).all(dim=1).float().mean().item()}
 
     def samples(self, model, turn):
         return self.shown(model, self.valid[0][turn:turn + 1].tolist())
@@ -466,7 +470,7 @@ def length_batches(examples, size, generator=None, in_tokens=False):
 def target_loss(logits, wanted, label_smoothing=0.0):
     """The mean cross-entropy over the targets that count; 0, not nan, where none does."""
     loss = F.cross_entropy(logits, wanted, reduction="sum", label_smoothing=label_smoothing)
-    return loss / (wanted >= 0).sum().clamp(min=1)
+    return loss / (wanted >= 0).sum().clamp(min=1)  # -100, what cross_entropy ignores, does not count
 
 
 def evaluate_batches(task, model, batches, device):
@@ -537,7 +541,7 @@ def load_checkpoint(path, device):
         model.load_state_dict(checkpoint["model"])
         [entry["loss"] for entry in checkpoint["history"]], checkpoint["metrics"]["accuracy"]
         words = checkpoint["vocab"].values()
-        sizes = {checkpoint["config"].get(f"{key}") for key in ("vocab_size", "num_classes", "src_vocab", "tgt_vocab")}
+        sizes = {checkpoint["config"].get(key) for key in ("vocab_size", "num_classes", "src_vocab", "tgt_vocab")}
         if {type(word) for word in itertools.chain(*words)} != {str} or {*map(len, words)} != sizes - {None}:
             raise ValueError
     except Exception as error:  # as above
@@ -559,7 +563,7 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         print(f"device: {name}", file=sys.stderr)
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
+    if name == "cuda" and rank_and_ranks()[1] > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"  # torchrun's processes have a GPU each
     try:
         device = torch.device(name)
@@ -651,12 +655,13 @@ def train(task, model, args, device, path, resumed=None):
         generator.set_state(resumed["generator"].cpu())
         set_random_state(resumed["random"], device)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    config = task.config(args)
 
-    def save_for_resume(drawn):
+    def save_for_resume(data_state):
         save_checkpoint(resume_path(path), dict(
             options=vars(args), checksum=task.checksum, model=model.state_dict(), optimizer=optimizer.state_dict(),
-            scheduler=scheduler.state_dict(), step=step, done=done, history=history, best=best, generator=drawn,
-            random=random_state(device)))
+            scheduler=scheduler.state_dict(), step=step, done=done, history=history, best=best,
+            generator=data_state, random=random_state(device)))
 
     def lost(what):
         progress.end(f"the {what} at step {step}; try a smaller --lr. "
@@ -668,7 +673,7 @@ def train(task, model, args, device, path, resumed=None):
     progress = Progress(args.task, step, steps)
     with signals_noted() as signals:
         while step < steps:
-            drawn = generator.get_state()
+            before_round = generator.get_state()
             for batch in itertools.islice(task.batches(args, generator), done, done + steps - step):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                     logits, wanted = task.predict(parallel, [t[rank::ranks].to(device) for t in batch])
@@ -686,7 +691,7 @@ def train(task, model, args, device, path, resumed=None):
                     return lost(f"loss is {mean_loss}")
                 progress.update(step, mean_loss, batch)
                 if stop:
-                    save_for_resume(drawn)
+                    save_for_resume(before_round)
                     progress.end(f"stopped at step {step}; to go on: python train.py --task {args.task} --resume"
                                  + (f" --checkpoint {path}" if path != default_path(args.task) else ""))
                     return 128 + (signals or [signal.SIGTERM])[0]
@@ -698,8 +703,8 @@ def train(task, model, args, device, path, resumed=None):
                 return lost(f"held-out loss is {metrics['loss']}")
             if best is None or task.score(metrics) >= task.score(best["metrics"]):
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-                best = dict(task=args.task, config=task.config(args), vocab=task.vocab, seed=args.seed, step=step,
-                            metrics=metrics, model=weights)
+                best = dict(task=args.task, config=config, vocab=task.vocab, seed=args.seed, step=step, metrics=metrics,
+                            model=weights)
             save_checkpoint(path, dict(best, history=history))
             save_for_resume(generator.get_state())
             progress.end(f"held-out loss {metrics['loss']:.3f}  {task.measure} {metrics['accuracy']:.1%}")
