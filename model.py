@@ -155,9 +155,10 @@ def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, use_cache=T
         result = torch.full((src.size(0), max_len), pad, device=src.device)
         rows = torch.arange(src.size(0), device=src.device)  # which rows of the result are still being written
         tgt = torch.full((src.size(0), 1), bos, device=src.device)
+        causal = subsequent_mask(max_len, src.device)
 
         for step in range(max_len):
-            states = model.decode(memory, src_mask, tgt, subsequent_mask(tgt.size(1), tgt.device), cache)
+            states = model.decode(memory, src_mask, tgt, causal[:, :step + 1, :step + 1], cache)
             logits = model.generator(states[:, -1])  # (rows, tgt_vocab)
             logits[:, [pad, bos]] = float("-inf")
             chosen = logits.argmax(dim=-1)
@@ -174,8 +175,9 @@ def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, use_cache=T
         return result
 
 
-def print_shapes(model, *inputs):
-    """One forward pass of the model, module by module: the name, what comes out, how many numbers it learns."""
+def print_shapes(model, ids, masks):
+    """One forward pass of the model, module by module: the name, what comes out, how many numbers it learns. ids and
+    masks are lists, in the order of its forward."""
     def show(name, module):
         def hook(_, args, output):
             shapes = [tuple(t.shape) for t in (output if isinstance(output, tuple) else (output,)) if t is not None]
@@ -187,9 +189,9 @@ def print_shapes(model, *inputs):
     hooks = [module.register_forward_hook(show(name, module)) for name, module in model.named_modules()
              if isinstance(module, parts) or name in ("classify", "generator")]
     print(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-          f"reads {' and '.join(str(tuple(t.shape)) for t in inputs[:len(inputs) // 2])}")
+          f"reads {' and '.join(str(tuple(t.shape)) for t in ids)}")
     with evaluating(model):
-        model(*inputs)
+        model(*ids, *masks)
     for hook in hooks:
         hook.remove()
 
@@ -198,8 +200,8 @@ def demo():
     """The shapes on the way through both models: a batch of 2, sources of 7 tokens, targets of 5."""
     tokens, tgt = torch.randint(4, 20, (2, 7)), torch.randint(4, 20, (2, 5))
     sizes = dict(d_model=32, num_heads=4, num_layers=1, d_ff=64, max_len=10)
-    print_shapes(TransformerClassifier(20, num_classes=2, **sizes), tokens, make_padding_mask(tokens))
-    print_shapes(make_model(20, 20, **sizes), tokens, tgt, make_padding_mask(tokens), make_target_mask(tgt))
+    print_shapes(TransformerClassifier(20, num_classes=2, **sizes), [tokens], [make_padding_mask(tokens)])
+    print_shapes(make_model(20, 20, **sizes), [tokens, tgt], [make_padding_mask(tokens), make_target_mask(tgt)])
 
 
 if __name__ == "__main__":

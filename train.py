@@ -3,15 +3,15 @@ Train the Transformer on a task; the best weights go to checkpoints/<task>.pt.
 
     python train.py                                                          both toys below, in seconds
     python train.py --task sentiment                                         is a film remark positive or negative?
-    python train.py --task copy                                              say the symbols 1 to 10 again, in order
+    python train.py --task copy                                              3 1 4 -> 3 1 4: say a sequence again
     python train.py --task sentiment --data reviews.tsv --valid more.tsv     lines of text<TAB>label, or a .csv
     python train.py --task translate --data pairs.tsv --valid more.tsv       lines of source<TAB>target, or a .csv
 
 A .csv has a header with columns named text, review or sentence and label, or source and target. Without --valid, a
 tenth of the lines is held out. Ctrl-C saves; the same command with --resume goes on as if nothing had happened.
 
-Reading order: tokenize, a task (Sentiment is the simplest), train, main. To add a task of your own, write a class like
-them and name it in TASKS.
+Reading order: tokenize, a task (Sentiment is the simplest), train, main. In train, skip what has to do with ranks and
+with resuming at first. To add a task of your own, write a class like Sentiment and name it in TASKS.
 """
 import argparse
 import contextlib
@@ -153,10 +153,10 @@ def pad(rows):
 
 
 class Task:
-    """What the training loop asks of a task; it knows nothing else of it. A batch is a tuple of tensors, ids as (batch,
-    len). Beside what stands here a task has
+    """What the training loop asks of a task. A batch is a tuple of tensors, ids as (batch, len). Beside what stands
+    here a task has
 
-        recipe                     the defaults of its options
+        recipe                     the defaults of its options, with the keys of Sentiment.recipe
         measure                    what its accuracy counts
         __init__(vocab)            lists of strings, as they stand in the checkpoint
         read(args)                 class method: the task with its data, .train and .valid
@@ -194,7 +194,7 @@ class Sentiment(Task):
 
     columns = ("text", "review", "sentence"), ("label",)
     measure = "accuracy"
-    recipe = dict(epochs=10, steps=None, batch_size=16, lr=3e-3, warmup=20, dropout=0.1, layers=2, d_model=32, heads=4,
+    recipe = dict(epochs=6, steps=None, batch_size=32, lr=6e-3, warmup=50, dropout=0.0, layers=2, d_model=32, heads=4,
                   d_ff=64, norm="post")
     data_recipe = dict(recipe, epochs=8, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=128, d_ff=128,
                        norm="pre")
@@ -213,10 +213,14 @@ class Sentiment(Task):
         for _, label in valid:
             if label not in labels:
                 raise ValueError(f"{args.valid or args.data}: no training line has the held-out label {label!r}")
-        task = cls({"words": make_vocab((tokenize(text) for text, _ in train), min_count=2), "labels": labels})
-        task.train, task.valid = ([(task.encode(text)[:cls.longest], labels.index(label)) for text, label in pairs]
-                                  for pairs in (train, valid))
+        train, valid = ([(tokenize(text), labels.index(label)) for text, label in pairs] for pairs in (train, valid))
+        task = cls({"words": make_vocab((tokens for tokens, _ in train), min_count=2), "labels": labels})
+        task.train, task.valid = ([(task.words.encode(tokens[:cls.longest]), label) for tokens, label in examples]
+                                  for examples in (train, valid))
         task.checksum = checksum
+        cut = sum(len(tokens) > cls.longest for tokens, _ in train + valid)
+        if cut:
+            print(f"{args.data}: {cut} texts are longer than {cls.longest} tokens; only those are read")
         return task
 
     def encode(self, text):
@@ -305,7 +309,7 @@ class Copy(Seq2Seq):
     place in the source by position, hand over what stands there, stop after the last."""
 
     measure = "exact match"
-    recipe = dict(epochs=None, steps=250, batch_size=96, lr=5e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
+    recipe = dict(epochs=None, steps=250, batch_size=64, lr=8e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
                   heads=2, d_ff=64, norm="pre")
     most = 10  # symbols in a sequence
 
@@ -372,7 +376,7 @@ class Translate(Seq2Seq):
 
     columns = ("source",), ("target",)
     measure = "next-word accuracy"
-    recipe = dict(epochs=11, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3, d_model=128,
+    recipe = dict(epochs=15, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3, d_model=128,
                   heads=4, d_ff=256, norm="pre")
     longest = 128  # tokens of a side; longer pairs are left out
     label_smoothing = 0.1
@@ -493,7 +497,7 @@ def resume_path(path):
     return path.with_name(path.name.removesuffix(".pt") + ".resume.pt")  # with_suffix: one file for run.1 and run.2
 
 
-RESUMED = {"options", "checksum", "model", "optimizer", "scheduler", "step", "done", "history", "best", "generator",
+RESUMED = {"options", "checksum", "model", "optimizer", "scheduler", "step", "in_round", "history", "best", "generator",
            "random"}
 
 
@@ -539,7 +543,7 @@ def load_checkpoint(path, device):
         task = TASKS[checkpoint["task"]](checkpoint["vocab"])
         model = task.build(checkpoint["config"])
         model.load_state_dict(checkpoint["model"])
-        [entry["loss"] for entry in checkpoint["history"]], checkpoint["metrics"]["accuracy"]
+        [entry["loss"] for entry in checkpoint["history"]], checkpoint["metrics"]["accuracy"], int(checkpoint["seed"])
         words = checkpoint["vocab"].values()
         sizes = {checkpoint["config"].get(key) for key in ("vocab_size", "num_classes", "src_vocab", "tgt_vocab")}
         if {type(word) for word in itertools.chain(*words)} != {str} or {*map(len, words)} != sizes - {None}:
@@ -592,8 +596,12 @@ def signals_noted():
 
 
 def warm_up_and_decay(steps, warmup):
-    """A function of the step: the rate rises for warmup steps, then falls in a line to 0."""
-    return lambda step: min((step + 1) / max(1, warmup), (steps - step) / max(1, steps - warmup))
+    """A function of the step: the rate rises for warmup steps, then falls along half a cosine to 0."""
+    def rate(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+    return rate
 
 
 def random_state(device):
@@ -614,7 +622,7 @@ def rank_and_ranks():
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def share(loss, wanted, stop, ranks):
+def over_all_ranks(loss, wanted, stop, ranks):
     """The loss to differentiate, the mean loss over all ranks' targets, whether any rank was told to stop.
 
     DistributedDataParallel averages the ranks' gradients, but they have unequally many targets: each loss is weighted
@@ -646,12 +654,12 @@ def train(task, model, args, device, path, resumed=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98),
                                   fused=device.type in ("cpu", "cuda"))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay(steps, args.warmup))
-    step, done, history, best = 0, 0, [], None  # done: batches of this round that are behind us
+    step, in_round, history, best = 0, 0, [], None  # in_round: batches of this round behind us
     if resumed:
         model.load_state_dict(resumed["model"])
         optimizer.load_state_dict(resumed["optimizer"])
         scheduler.load_state_dict(resumed["scheduler"])
-        step, done, history, best = (resumed[key] for key in ("step", "done", "history", "best"))
+        step, in_round, history, best = (resumed[key] for key in ("step", "in_round", "history", "best"))
         generator.set_state(resumed["generator"].cpu())
         set_random_state(resumed["random"], device)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
@@ -660,7 +668,7 @@ def train(task, model, args, device, path, resumed=None):
     def save_for_resume(data_state):
         save_checkpoint(resume_path(path), dict(
             options=vars(args), checksum=task.checksum, model=model.state_dict(), optimizer=optimizer.state_dict(),
-            scheduler=scheduler.state_dict(), step=step, done=done, history=history, best=best,
+            scheduler=scheduler.state_dict(), step=step, in_round=in_round, history=history, best=best,
             generator=data_state, random=random_state(device)))
 
     def lost(what):
@@ -674,11 +682,11 @@ def train(task, model, args, device, path, resumed=None):
     with signals_noted() as signals:
         while step < steps:
             before_round = generator.get_state()
-            for batch in itertools.islice(task.batches(args, generator), done, done + steps - step):
+            for batch in itertools.islice(task.batches(args, generator), in_round, in_round + steps - step):
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                     logits, wanted = task.predict(parallel, [t[rank::ranks].to(device) for t in batch])
                     loss = target_loss(logits, wanted, task.label_smoothing)
-                loss, mean_loss, stop = share(loss, wanted, bool(signals), ranks)
+                loss, mean_loss, stop = over_all_ranks(loss, wanted, bool(signals), ranks)
 
                 optimizer.zero_grad()
                 loss.backward()
@@ -686,7 +694,7 @@ def train(task, model, args, device, path, resumed=None):
                 optimizer.step()
                 scheduler.step()
 
-                step, done = step + 1, done + 1
+                step, in_round = step + 1, in_round + 1
                 if not math.isfinite(mean_loss):
                     return lost(f"loss is {mean_loss}")
                 progress.update(step, mean_loss, batch)
@@ -696,12 +704,12 @@ def train(task, model, args, device, path, resumed=None):
                                  + (f" --checkpoint {path}" if path != default_path(args.task) else ""))
                     return 128 + (signals or [signal.SIGTERM])[0]
 
-            done = 0
+            in_round = 0
             metrics = task.evaluate(model, device)
             history.append({"step": step, "train_loss": progress.mean_loss(), **metrics})
             if not math.isfinite(metrics["loss"]):
                 return lost(f"held-out loss is {metrics['loss']}")
-            if best is None or task.score(metrics) >= task.score(best["metrics"]):
+            if best is None or task.score(metrics) >= task.score(best["metrics"]):  # as good and trained longer
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
                 best = dict(task=args.task, config=config, vocab=task.vocab, seed=args.seed, step=step, metrics=metrics,
                             model=weights)

@@ -17,8 +17,8 @@ class Embeddings(nn.Module):
     """(batch, len) token ids -> (batch, len, d_model): a learned vector per token, times sqrt(d_model).
 
     Why the factor: the entries start with deviation 1 / sqrt(d_model), the size that a matrix shared with the output
-    layer needs. Times sqrt(d_model) they have deviation 1, as large as the positions that are added next, so that
-    neither drowns the other. (Paper 3.4; article 2, 3.2.)
+    layer needs (see Translate.build in train.py). Times sqrt(d_model) they have deviation 1, as large as the positions
+    that are added next, so that neither drowns the other. (Paper 3.4; article 2, 3.2.)
     """
 
     def __init__(self, d_model, vocab_size):
@@ -153,28 +153,28 @@ def demo():
     """One token's vector on its way through a fresh encoder layer, in both norm orders."""
     torch.manual_seed(0)
     x = PositionalEncoding(64, dropout=0.0)(Embeddings(64, 10)(torch.arange(5)[None]))  # (1, 5, 64)
-    ways = []
+    orders = []  # of each norm order its steps, (name, result)
     for norm_first in True, False:
         layer = EncoderLayer(64, 4, 256, dropout=0.0, norm_first=norm_first)
-        now, way = x, [("x", x)]
+        now, steps = x, [("x", x)]
         for name, sublayer, norm in [("attn", lambda x: layer.self_attn(x, x, x)[0], layer.self_attn_residual.norm),
                                      ("ff", layer.feed_forward, layer.feed_forward_residual.norm)]:
             if norm_first:
                 normed = norm(now)
-                found = sublayer(normed)
-                way += [("norm(x)", normed), (name, found), (f"x + {name}", now + found)]
+                change = sublayer(normed)
+                steps += [("norm(x)", normed), (name, change), (f"x + {name}", now + change)]
             else:
-                found = sublayer(now)
-                way += [(name, found), (f"x + {name}", now + found), ("norm", norm(now + found))]
-            now = way[-1][1]
-        ways.append(way)
+                change = sublayer(now)
+                steps += [(name, change), (f"x + {name}", now + change), ("norm", norm(now + change))]
+            now = steps[-1][1]
+        orders.append(steps)
 
-    print("One token's vector of 64 numbers: their mean and deviation, its length, its cosine with the first x")
-    print("    ".join(f"{order:11} mean    dev length cosine" for order in ("pre-norm", "post-norm")))
-    for steps in zip(*ways):
+    print("One token's vector of 64 numbers: their mean and deviation, its size, its cosine with the first x")
+    print("    ".join(f"{order:11} mean    dev   size cosine" for order in ("pre-norm", "post-norm")))
+    for both in zip(*orders):
         print("    ".join(f"{name:10}{v.mean():6.2f}{v.std(correction=0):7.2f}{v.norm():7.2f}"
                           f"{F.cosine_similarity(v, x[0, 2], dim=0):7.2f}"
-                          for name, v in ((name, step[0, 2]) for name, step in steps)))
+                          for name, v in ((name, result[0, 2]) for name, result in both)))
     print("In both, the residual keeps x recognisable. Pre-norm never rescales the sum itself, so a stack of layers\n"
           "needs a closing norm; post-norm leaves every sublayer with deviation 1.")
 

@@ -39,6 +39,7 @@ from transformer_layer import PositionalEncoding
 
 TEXT, SOURCE = "the film was not very bad", "3 1 4 1 5 9 2 5"  # held out in training
 MOST = 300  # inputs that are measured
+MOST_WEIGHTS = 4_000_000  # of a head, over all of them: fewer inputs where they are long
 
 
 # ------------------------------------------------------------------------------------------------------- the weights
@@ -230,8 +231,8 @@ class Subject:
         self.logits, self.maps = look(self.task, self.model, batch)
         self.before = look(self.task, fresh, batch)[1]
         self.layers, self.untrained = (
-            {kind: [measure(weights, *map[1:]) for weights in map.weights]
-             for kind, map in look(self.task, model, examples)[1].items()} for model in (self.model, fresh))
+            {kind: [measure(weights, *seen[1:]) for weights in seen.weights]
+             for kind, seen in look(self.task, model, examples)[1].items()} for model in (self.model, fresh))
         self.findings = [finding for kind, layers in self.layers.items()
                          for finding in find(kind, layers, self.untrained[kind], self.accuracy)]
 
@@ -245,15 +246,15 @@ class Subject:
         if not any(finding.level == "error" for finding in self.findings):
             yield "no error: nothing on padding, nothing on the future, no nan, every row sums to 1"
 
-    def cut(self, kind, maps=None, glyphs={}):
+    def cut(self, kind, maps=None, glyphs=None):
         """A map of the text: weights (layers, heads, query, key), labels of rows and of columns, blocked (query, key).
         Padding is cut off, but where it is looked at it stays: that is the fault to see."""
-        map = (maps or self.maps)[kind]
-        real = map.rows[0] != PAD
-        weights = torch.stack([weights[0][:, real] for weights in map.weights])
-        kept = (map.columns[0] != PAD) | (weights != 0).any(0).any(0).any(0)
-        blocked = ~sort_keys(*map[1:])[0][0]
-        sides = (map.rows[0][real], kind in ("decoder", "cross")), (map.columns[0][kept], kind == "decoder")
+        seen = (maps or self.maps)[kind]
+        real = seen.rows[0] != PAD
+        weights = torch.stack([weights[0][:, real] for weights in seen.weights])
+        kept = (seen.columns[0] != PAD) | (weights != 0).any(0).any(0).any(0)
+        blocked = ~sort_keys(*seen[1:])[0][0]
+        sides = (seen.rows[0][real], kind in ("decoder", "cross")), (seen.columns[0][kept], kind == "decoder")
         labels = []
         for ids, produced in sides:
             vocab = getattr(self.task, "words", None) or (self.task.target if produced else self.task.source)
@@ -261,7 +262,7 @@ class Subject:
             if not produced:  # what was typed in place of <unk>
                 words = [f"{typed}?" if id == UNK else word
                          for id, word, typed in itertools.zip_longest(ids.tolist(), words, tokenize(self.text))]
-            labels.append(tell_apart(word.translate(glyphs) for word in words))
+            labels.append(tell_apart(word.translate(glyphs or {}) for word in words))
         return weights[..., kept], *labels, blocked[real][:, kept]
 
 
@@ -319,7 +320,7 @@ def choose(task, model, text, data):
     else:
         return text, None, "the given text and its first half; more with --data FILE"
     size = max(len(side) for example in examples for side in example if isinstance(side, list))
-    examples = examples[::math.ceil(len(examples) / min(MOST, 1 + 4_000_000 // size ** 2))]  # long texts: large maps
+    examples = examples[::math.ceil(len(examples) / min(MOST, 1 + MOST_WEIGHTS // size ** 2))]
     return text, task.batch(examples), f"{len(examples)} {f'lines of {data}' if data else 'held-out remarks'}"
 
 
