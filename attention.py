@@ -148,7 +148,7 @@ class MultiHeadAttention(nn.Module):
         """
         allowed = {2: [(batch,), (key,)],
                    3: [(batch, 1), (query, 1), (key,)],
-                   4: [(batch, 1), (self.num_heads, 1), (query, 1), (key,)]}.get(mask.dim())
+                   4: [(batch, 1), (self.num_heads, 1), (query, 1), (key,)]}.get(mask.dim())  # None for any other rank
         if allowed is None or any(size not in sizes for size, sizes in zip(mask.shape, allowed)):
             raise ValueError(f"mask of shape {tuple(mask.shape)} does not fit attention of shape (batch, heads, query, "
                              f"key) = {(batch, self.num_heads, query, key)}; it may be (batch, key), (batch or 1, "

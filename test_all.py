@@ -1173,6 +1173,16 @@ def test_a_task_learns_from_pairs_in_a_file():
         assert (status, out) == (0, "v a\n")
 
 
+def test_what_is_not_read_of_the_data_is_said():
+    pairs = PAIRS + f"{'a ' * 300}\tx\nb\tx\nc\t\n"
+    for task, words in [("sentiment", "1 texts are longer than 256 tokens"), ("translate", "1 pairs of more than 128")]:
+        with working_directory():
+            Path("pairs.tsv").write_text(pairs, encoding="utf-8")
+            Path("valid.tsv").write_text(PAIRS, encoding="utf-8")
+            out = run_train("--task", task, "--data", "pairs.tsv", "--valid", "valid.tsv", "--steps", "1", *SMALL)
+            assert f"pairs.tsv: {words}" in out and "pairs.tsv: 1 lines with an empty side left out" in out
+
+
 def test_an_option_of_zero_is_not_the_default():
     args = train.make_parser().parse_args("--seed 0 --dropout 0 --warmup 0".split())
     options = train.fill_in(args, "sentiment", None)
@@ -1338,6 +1348,7 @@ def test_wrong_arguments_of_translate_are_one_line():
         Path("tail.pt").write_bytes(Path("checkpoints/copy.pt").read_bytes()[-3000:])
         for name, part in [("words", {"vocab": {"symbols": copy["vocab"]["symbols"][:6]}}),
                            ("types", {"vocab": {"symbols": list(range(14))}}), ("history", {"history": [3]}),
+                           ("seed", {"seed": None}),
                            ("huge", {"config": {**copy["config"], "max_len": 10 ** 30}})]:
             torch.save({**copy, **part}, f"{name}.pt")
         for argv, message in [(["3", "11"], "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
@@ -1353,7 +1364,7 @@ def test_wrong_arguments_of_translate_are_one_line():
                               (["--checkpoint", "foreign.pt", "3"], "not a checkpoint"),
                               (["--checkpoint", "code.pt", "3"], "not a checkpoint"),
                               *((["--checkpoint", f"{name}.pt", "3"], f"{name}.pt: not a checkpoint") for name in
-                                ("tensor", "tail", "words", "types", "history", "huge")),
+                                ("tensor", "tail", "words", "types", "history", "seed", "huge")),
                               (["--device", "nonsense", "3"], "try --device cpu")]:
             status, out, err = call(translate.main, "--device", "cpu", *argv)
             assert status == 2 and out == "" and message in err.splitlines()[-1], (argv, err)
