@@ -1260,9 +1260,8 @@ def test_a_state_to_resume_that_lacks_something_is_refused():
 
 def test_closed_and_full_outputs_are_no_traceback_and_stay_apart():
     with with_toys():
-        Path("train").write_text("--device cpu --task copy --steps 2 --layers 1 --d-model 16 --checkpoint x.pt")
         for script, argv, shell, status, out, err in [
-                ("train.py", "$(cat train)", ">&-", 0, "", ""),
+                ("train.py", "--help", ">&-", 0, "", ""),
                 ("translate.py", "1 2", "2>&-", 0, "1 2\n", ""),  # --device auto speaks on stderr
                 ("translate.py", "--device cpu 1 2", ">/dev/full", 2, "", "No space left"),
                 ("translate.py", "--device cpu", "0>out", 2, "", "Bad file descriptor")]:
