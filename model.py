@@ -88,7 +88,7 @@ class EncoderDecoder(nn.Module):
 
     def decode(self, memory, src_mask, tgt, tgt_mask, cache=None):
         """(batch, target) ids -> states (batch, target, d_model). With a cache, only the states of the positions
-        that it does not hold yet; tgt and tgt_mask are whole all the same."""
+        that it does not hold yet; tgt and tgt_mask are given whole all the same."""
         x = self.tgt_embed(tgt)
         if cache:  # not at the first step: the dict is still empty
             known = cache[self.decoder.layers[0].self_attn][0].size(2)  # its keys are (batch, heads, known, d_k)
@@ -140,9 +140,9 @@ def evaluating(model):
 def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, use_cache=True):
     """(batch, source) ids -> (batch, at most max_len) ids: at each step the likeliest token.
 
-    Without BOS, with EOS, PAD after it. PAD and BOS are never chosen, so PAD always means "after EOS". A row ends at
-    its own EOS and leaves the batch; the call ends with the last row. The cache changes the time, not the result.
-    ValueError if max_len is above the decoder's position table.
+    A row has no BOS; it ends with its EOS, if that was chosen, and PAD after it. PAD and BOS are never chosen, so PAD
+    always means "after EOS". A row leaves the batch at its own EOS; the call ends with the last row. The cache changes
+    the time, not the result. ValueError if max_len is above the decoder's position table.
     """
     for module in model.tgt_embed.modules():
         if isinstance(module, PositionalEncoding) and max_len > module.max_len:

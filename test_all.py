@@ -1067,6 +1067,18 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted():
             assert not Path("parts.resume.pt").exists()
 
 
+def test_a_signal_at_the_last_step_loses_nothing():
+    for steps in 3, 52:  # in the first round and in a later one
+        with working_directory():
+            options = ["--task", "copy", "--steps", str(steps), *SMALL]
+            run_train(*options, "--checkpoint", "whole.pt")
+            with swapped(train, "Progress", interrupted_at(steps - 1, signal.SIGINT)):
+                status, out, _ = call(train.main, "--device", "cpu", *options, "--checkpoint", "last.pt")
+            assert status == 130 and "saved to last.pt" in out and not Path("last.resume.pt").exists()
+            whole, last = (torch.load(path, weights_only=True) for path in ("whole.pt", "last.pt"))
+            assert whole["history"] == last["history"] and len(last["history"]) == 1 + (steps > 50)
+
+
 def test_resume_refuses_other_sizes_and_other_data():
     with working_directory():
         Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
@@ -1173,14 +1185,20 @@ def test_a_task_learns_from_pairs_in_a_file():
         assert (status, out) == (0, "v a\n")
 
 
+def test_samples_go_round_the_held_out_data():
+    task = train.Copy.read(None)
+    model = task.build(task.config(argparse.Namespace(**task.recipe)))
+    assert task.samples(model, 1000) == task.samples(model, 0)
+
+
 def test_what_is_not_read_of_the_data_is_said():
     pairs = PAIRS + f"{'a ' * 300}\tx\nb\tx\nc\t\n"
-    for task, words in [("sentiment", "1 texts are longer than 256 tokens"), ("translate", "1 pairs of more than 128")]:
+    for task, words in [("sentiment", "1 texts have more than 256 tokens"), ("translate", "1 pairs of more than 128")]:
         with working_directory():
             Path("pairs.tsv").write_text(pairs, encoding="utf-8")
             Path("valid.tsv").write_text(PAIRS, encoding="utf-8")
             out = run_train("--task", task, "--data", "pairs.tsv", "--valid", "valid.tsv", "--steps", "1", *SMALL)
-            assert f"pairs.tsv: {words}" in out and "pairs.tsv: 1 lines with an empty side left out" in out
+            assert words in out and "pairs.tsv: 1 lines with an empty side left out" in out
 
 
 def test_an_option_of_zero_is_not_the_default():

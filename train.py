@@ -158,18 +158,19 @@ class Task:
 
         recipe                     the defaults of its options, with the keys of Sentiment.recipe
         measure                    what its accuracy counts
-        __init__(vocab)            lists of strings, as they stand in the checkpoint
-        read(args)                 class method: the task with its data, .train and .valid
-        config(args)               the numbers that build the model, saved beside its weights
+        __init__(vocab)            {name: list of strings}, kept as .vocab and saved in the checkpoint
+        read(args)                 class method: the task with its data, .valid and, for batches, .train
+        config(args)               the numbers that build the model, saved beside its weights; those called vocab_size,
+                                   num_classes, src_vocab and tgt_vocab are the lengths of the lists in .vocab
         build(config)              the model
-        batch(examples)            some of .train as a batch
+        batch(examples)            some of .train or .valid as a batch
         predict(model, batch)      logits (targets, classes); what is wanted (targets), -100 where nothing is
         samples(model, turn)       lines that show what the model does with held-out data
     """
 
     label_smoothing = 0.0
     checksum = 0       # of the data files
-    threads = 1        # at the toys' sizes a second thread waits more than it works; None: all
+    threads = 1        # at small sizes a second thread waits more than it works; None: all
     in_tokens = False  # --batch-size counts tokens, not examples
 
     def batches(self, args, generator):
@@ -220,7 +221,7 @@ class Sentiment(Task):
         task.checksum = checksum
         cut = sum(len(tokens) > cls.longest for tokens, _ in train + valid)
         if cut:
-            print(f"{args.data}: {cut} texts are longer than {cls.longest} tokens; only those are read")
+            print(f"{cut} texts have more than {cls.longest} tokens; only their first {cls.longest} are read")
         return task
 
     def encode(self, text):
@@ -330,14 +331,14 @@ class Copy(Seq2Seq):
         return self.source.encode(symbols) + [EOS]
 
     def config(self, args):
-        return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=self.most + 1,
-                    **model_sizes(args))  # + 1 for EOS, or BOS
+        return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=self.most + 1,  # EOS, or BOS
+                    **model_sizes(args))
 
     def draw(self, size, generator, held_out=False):
         """Random sequences -> source (size, 11), target (size, 12). Held out are those of two or more symbols whose
         sum is a multiple of 10. The last symbol is changed so that held-out rows have such a sum and training rows do
         not. Training takes the longer of two random lengths, since only long sequences have late places to learn, and
-        repeats every third symbol or so: what stands twice can be told apart by its place alone."""
+        replaces three symbols in ten by the one before: what stands twice can be told apart by its place alone."""
         shortest, draws = (2, 1) if held_out else (1, 2)
         length = torch.randint(shortest, self.most + 1, (size, draws), generator=generator).amax(dim=1, keepdim=True)
         symbols = torch.randint(1, 11, (size, self.most), generator=generator)
@@ -349,7 +350,7 @@ class Copy(Seq2Seq):
         if held_out:
             last = (symbols - rest - 1) % 10 + 1  # makes the sum a multiple of 10
         else:
-            last = torch.where(rest == 0, symbols % 10 + 1, symbols)  # the next symbol, where it would be one
+            last = torch.where(rest == 0, symbols % 10 + 1, symbols)  # where it would be one, the next symbol
         symbols = torch.where((place == length - 1) & (length > 1), last, symbols)
 
         ids = torch.where(place < length, symbols + len(SPECIAL) - 1, PAD)
@@ -371,6 +372,7 @@ class Copy(Seq2Seq):
                 "accuracy": (said == shift(tgt)[1]).all(dim=1).float().mean().item()}
 
     def samples(self, model, turn):
+        turn %= len(self.valid[0])
         return self.shown(model, self.valid[0][turn:turn + 1].tolist())
 
 
@@ -453,7 +455,7 @@ def model_sizes(args):
 
 
 def length_batches(examples, size, generator=None, in_tokens=False):
-    """The examples, each a pair, in batches of like length, so that little is padding; a list of lists.
+    """The examples, tuples with lists of ids, in batches of like length, so that little is padding; a list of lists.
 
     A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With a generator,
     equally long examples and the batches are shuffled; the number of batches stays.
@@ -464,7 +466,7 @@ def length_batches(examples, size, generator=None, in_tokens=False):
     order = range(len(examples)) if generator is None else torch.randperm(len(examples), generator=generator).tolist()
     batches, longest = [[]], 0
     for example in sorted((examples[i] for i in order), key=lengths):
-        longest = max(longest, *lengths(example), 0)
+        longest = max(longest, *lengths(example))
         if batches[-1] and (len(batches[-1]) + 1) * (longest if in_tokens else 1) > size:
             batches.append([])
             longest = max(*lengths(example), 0)
@@ -701,7 +703,7 @@ def train(task, model, args, device, path, resumed=None):
                 if not math.isfinite(mean_loss):
                     return lost(f"loss is {mean_loss}")
                 progress.update(step, mean_loss, batch)
-                if stop:
+                if stop and step < steps:  # after the last step there is nothing to go on with
                     save_for_resume(before_round)
                     progress.end(f"stopped at step {step}; to go on: python train.py --task {args.task} --resume"
                                  + (f" --checkpoint {path}" if path != default_path(args.task) else ""))
@@ -784,13 +786,11 @@ def number(kind, low, high=10 ** 9):
 
 
 def make_parser():
-    recipes = {"sentiment": Sentiment.recipe, "sentiment --data": Sentiment.data_recipe, "copy": Copy.recipe,
-               "translate": Translate.recipe}
+    recipes = {**{name: task.recipe for name, task in TASKS.items()}, "sentiment --data": Sentiment.data_recipe}
 
     def default(key):
         shown = {f"{name} {recipe[key]}" for name, recipe in recipes.items() if recipe[key] is not None}
-        values = {recipe[key] for recipe in recipes.values()}
-        return f"(default: {values.pop()})" if len(values) == 1 else f"(default: {', '.join(sorted(shown))})"
+        return f"(default: {', '.join(sorted(shown))})"
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to train")
@@ -807,7 +807,7 @@ def make_parser():
                      help=f"sequences in a batch; translate: tokens of a side {default('batch_size')}")
     how.add_argument("--lr", type=number(float, 1e-9, 10), help=f"the highest learning rate {default('lr')}")
     how.add_argument("--warmup", type=number(int, 0), metavar="STEPS",
-                     help=f"steps until it is reached; from there it falls to 0 {default('warmup')}")
+                     help=f"steps until it is reached; then it falls to 0 along half a cosine {default('warmup')}")
     how.add_argument("--dropout", type=number(float, 0, 1), help=default("dropout"))
     how.add_argument("--seed", type=number(int, 0, 2 ** 63), help="the same seed, the same weights (default: 42)")
     size = parser.add_argument_group("size of the model")
@@ -826,7 +826,8 @@ def make_parser():
 
 
 def fill_in(args, name, resumed):
-    """The options of one task: those given, then those of the interrupted run, then the task's recipe."""
+    """The options of one task: those given, else its recipe's; when resuming those of the interrupted run, from which
+    those given may not differ."""
     given = {key: getattr(args, key) for key in (*Copy.recipe, "data", "valid", "seed", "precision", "fused")}
     given = {key: value for key, value in given.items() if value is not None and value is not False}
     if resumed:
@@ -884,7 +885,7 @@ def main(argv=None):
         if getattr(args, option) == "":
             parser.error(f"--{option} is empty")
         if getattr(args, option) and args.task == "all":
-            parser.error(f"--{option} needs one task: --task sentiment, copy or translate")
+            parser.error(f"--{option} needs one task: --task {', '.join(TASKS)}")
     if issubclass(TASKS.get(args.task, Task), Copy) and (args.data or args.valid):
         parser.error(f"--task {args.task} makes its own data; --data and --valid are for sentiment and translate")
     if args.valid and not args.data:

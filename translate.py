@@ -13,7 +13,7 @@ import argparse
 import itertools
 import sys
 
-from train import Copy, Seq2Seq, join_tokens, load_or_train, pick_device, run
+from train import Copy, Seq2Seq, default_path, join_tokens, load_or_train, pick_device, run
 
 BLOCK = 1000  # lines of a file that are read before the first is answered, so that they can be sorted by length
 BATCH = 100   # lines that are decoded together
@@ -65,7 +65,8 @@ def main(argv=None):
         device = pick_device(args.device)
         task, model, checkpoint = load_or_train("copy", args.checkpoint, device)
         if not isinstance(task, Seq2Seq):
-            raise ValueError(f"{args.checkpoint} holds a {checkpoint['task']} model, not one of copy or translate")
+            path = args.checkpoint or default_path("copy")
+            raise ValueError(f"{path} holds a {checkpoint['task']} model, not one of copy or translate")
         if args.evaluate and not isinstance(task, Copy):
             raise ValueError("--evaluate needs a copy model; a translation's held-out sentences are not in its file")
         row = task.source_ids(model, " ".join(args.text)) if args.text else []

@@ -7,7 +7,7 @@ See what attention does: ten pictures, a map in the terminal, and a report that 
     python visualize.py --checkpoint checkpoints/translate.pt --source "ein mann schläft ." --data pairs.tsv
 
 01 positions, 02 masks, 03 the formula step by step; 04 the classifier; 05 encoder, 06 decoder and 07 cross-attention of
-an encoder-decoder, 08 its cross-attention before training; 09 the training; 10 the report as a table. With
+an encoder-decoder, 08 its cross-attention before and after training; 09 the training; 10 the report as a table. With
 --checkpoint those of one model. The report, also in report.txt, measures a few hundred held-out inputs: the toys' own,
 or the lines of --data. Errors: weight on padding or on the future, nan, rows that do not sum to 1. Hints: the rest.
 
@@ -216,7 +216,7 @@ class Subject:
         self.task, self.model, self.checkpoint = load_or_train(name, path, device)
         self.accuracy = self.checkpoint["metrics"]["accuracy"]
         if (source if option(self.task) == "--text" else text) is not None:
-            raise ValueError(f"{path} holds a {self.checkpoint['task']} model: give it a {option(self.task)}")
+            raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option(self.task)}")
         text = text if source is None else source
         self.text, examples, self.over = choose(self.task, self.model, text, data)
         ids = read(self.task, self.model, self.text)
