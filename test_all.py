@@ -917,6 +917,17 @@ def test_copy_never_trains_on_what_it_is_judged_by():
     assert not any(held_out(task.draw(5000, torch.Generator().manual_seed(1))[0]))
 
 
+def test_copy_trains_on_longer_sequences_with_more_repeats_than_it_is_judged_by():
+    task = train.Copy.read(None)
+    sizes, repeats = [], []
+    for held_out in False, True:
+        src, _ = task.draw(5000, torch.Generator().manual_seed(1), held_out)
+        symbols = src > EOS
+        sizes.append(symbols.sum(1).float().mean().item())
+        repeats.append((src[:, 1:] == src[:, :-1])[symbols[:, 1:]].float().mean().item())
+    assert sizes[0] > 7 > sizes[1] > 5.9 and repeats[0] > 0.25 and abs(repeats[1] - 0.1) < 0.02
+
+
 def test_the_label_is_the_input_one_step_later():
     given, wanted = train.shift(torch.tensor([[BOS, 7, 8, 9, EOS]]))
     assert given.tolist() == [[BOS, 7, 8, 9]] and wanted.tolist() == [[7, 8, 9, EOS]]

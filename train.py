@@ -361,7 +361,7 @@ class Copy(Seq2Seq):
         return (self.draw(args.batch_size, generator) for _ in range(self.batches_per_round(args)))
 
     def batches_per_round(self, args):
-        return 50
+        return 50  # its data has no end, so a round is what we say
 
     def evaluate(self, model, device):
         """The loss, and the share of held-out sequences that greedy decoding copies without a mistake."""
@@ -657,7 +657,7 @@ def train(task, model, args, device, path, resumed=None):
             module.fused = args.fused
     steps = args.steps or args.epochs * task.batches_per_round(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98),
-                                  fused=device.type in ("cpu", "cuda"))
+                                  fused=device.type in ("cpu", "cuda"))  # not --fused: the optimizer's own
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay(steps, args.warmup))
     step, in_round, history, best = 0, 0, [], None  # in_round: batches of this round behind us
     if resumed:
