@@ -368,12 +368,12 @@ class Copy(Seq2Seq):
         src, tgt = (ids.to(device) for ids in self.valid)
         said = greedy_decode(model, src, self.most + 1)
         said = F.pad(said, (0, self.most + 1 - said.size(1)), value=PAD)
-        return {"loss": evaluate_batches(self, model, [self.valid], device)["loss"],
+        return {"loss": evaluate_batches(self, model, [(src, tgt)], device)["loss"],
                 "accuracy": (said == shift(tgt)[1]).all(dim=1).float().mean().item()}
 
     def samples(self, model, turn):
-        turn %= len(self.valid[0])
-        return self.shown(model, self.valid[0][turn:turn + 1].tolist())
+        sources, _ = self.valid
+        return self.shown(model, [sources[turn % len(sources)].tolist()])
 
 
 class Translate(Seq2Seq):
@@ -789,8 +789,8 @@ def make_parser():
     recipes = {**{name: task.recipe for name, task in TASKS.items()}, "sentiment --data": Sentiment.data_recipe}
 
     def default(key):
-        shown = {f"{name} {recipe[key]}" for name, recipe in recipes.items() if recipe[key] is not None}
-        return f"(default: {', '.join(sorted(shown))})"
+        shown = sorted(f"{name} {recipe[key]}" for name, recipe in recipes.items() if recipe[key] is not None)
+        return f"(default: {', '.join(shown)})"
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what to train")
