@@ -604,14 +604,15 @@ def test_defaults_are_those_that_the_text_promises():
             make_target_mask: dict(pad_idx=PAD), PositionalEncoding: dict(max_len=5000, dropout=0.1),
             LayerNorm: dict(eps=1e-5), PositionwiseFeedForward: dict(dropout=0.1), SublayerConnection: layer,
             EncoderLayer: layer, DecoderLayer: layer, Encoder: layer, Decoder: layer,
-            TransformerClassifier: dict(dropout=0.1, norm_first=False),  # article 1's order; the others have article 2's
-            make_model: dict(layer, num_layers=6, d_model=512, num_heads=8, d_ff=2048, max_len=5000),  # the paper's base
+            TransformerClassifier: dict(dropout=0.1, norm_first=False),  # as in article 1
+            make_model: dict(layer, num_layers=6, d_model=512, num_heads=8, d_ff=2048, max_len=5000),
             greedy_decode: decoding, beam_decode: dict(decoding, beams=4)}.items():
-        found = {name: p.default for name, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
+        options = inspect.signature(function).parameters.values()
+        found = {option.name: option.default for option in options if option.default is not option.empty}
         assert found == wanted, (function.__name__, found)
-    modules = [*small_model().modules(), *small_classifier().modules()]
-    assert not any(module.fused for module in modules if hasattr(module, "fused"))  # the formula, unless asked otherwise
-    assert {type(module) for module in modules if hasattr(module, "fused")} == {ScaledDotProductAttention, LayerNorm}
+    fused = {(type(module), module.fused) for model in (small_model(), small_classifier())
+             for module in model.modules() if hasattr(module, "fused")}
+    assert fused == {(ScaledDotProductAttention, False), (LayerNorm, False)}  # the formula, unless asked otherwise
     assert (PAD, UNK, BOS, EOS) == (0, 1, 2, 3)
 
 
@@ -1854,6 +1855,14 @@ def test_without_matplotlib_the_report_still_comes():
 # --- all files
 
 
+def test_help_names_every_option_with_its_default():
+    for script in (train, translate, visualize, sys.modules[__name__]):
+        status, out, _ = call(script.main, "--help")
+        options = re.findall(r"^  (-.*(?:\n   .*)*)", out, flags=re.M)  # each with the lines below that go on
+        silent = [option.split()[0] for option in options if "default" not in option]
+        assert status == 0 and len(options) > 2 and silent == ["-h,"], (script.__name__, silent)
+
+
 def test_every_name_of_the_two_articles_is_found_by_grep():
     names = """attention ScaledDotProductAttention MultiHeadAttention MultiHeadedAttention PositionalEncoding LayerNorm
         SublayerConnection PositionwiseFeedForward Embeddings TransformerEncoderLayer EncoderLayer DecoderLayer Encoder
@@ -1885,21 +1894,21 @@ print(torch.cuda.is_initialized())
     assert done.stdout == "False\n", done.stdout + done.stderr
 
 
-# --- drills: ten bugs that learners really make, put in on purpose
+# --- drills: ten bugs that learners really make, injected
 
 
 DRILLS = {}
 
 
 def drill(right, *tests):
-    """A decorator: what follows is a wrong version of a function or method, and these tests must see that.
+    """A decorator: what follows is a function or method with an injected bug, and these tests must notice it.
 
     Its first argument is the right version; its docstring says what is wrong; in its name, - stands for _.
     """
-    def note(wrong):
+    def register(wrong):
         DRILLS[wrong.__name__.replace("_", "-")] = right, wrong, tests
         return wrong
-    return note
+    return register
 
 
 @drill(attention, test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
@@ -1933,7 +1942,7 @@ def mask_axis(right, self, mask, batch, query, key):
 @drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
        test_masks_of_every_allowed_rank_block_what_they_say)
 def mask_inverted(right, self, *args):
-    """True read as 'must not look'"""
+    """True read as 'masked'"""
     return ~right(self, *args)
 
 
@@ -1945,7 +1954,7 @@ def no_causal(right, ids, pad_idx=0):
 
 @drill(train.shift, test_the_label_is_the_input_one_step_later)
 def no_shift(right, tgt):
-    """labels not shifted: the input is the label"""
+    """labels not shifted: the decoder input is the label"""
     return tgt[:, :-1], tgt[:, :-1]
 
 
@@ -2008,23 +2017,20 @@ def test_every_drill_is_caught_by_its_tests_and_undone_afterwards():
 
 
 def drills(names):
-    """Trains the copy task with each bug, and prints what the usual figures and the quick tests make of it."""
-    slow = {"working_directory", "with_toys", "trained_toys", "call", "subprocess", "drilled"}  # names that they use
-    tests = [test for name, test in globals().items()
-             if name.startswith("test_") and not slow & {*test.__code__.co_names}]
-    print(f"The copy task, held-out data: loss and accuracy when told the words before, exact match when decoding.\n"
-          f"Below each drill, those of {len(tests)} quick tests that notice.\n\n"
-          f"{'drill':14} {'loss':>6} {'accuracy':>9} {'exact match':>12}   what is wrong")
+    """Trains the copy task with each injected bug, and prints what the usual figures and the quick tests make of it."""
+    tests = [test for name, test in globals().items() if name.startswith("test_") and not hasattr(test, "slow")]
+    print(f"The copy task on held-out data. Below each injected bug, which of {len(tests)} quick tests notice it.\n\n"
+          f"{'drill':14} {'loss':>6} {'teacher-forced accuracy':>24} {'greedy exact match':>19}   injected bug")
     for name in ["unbroken", *names]:
         _, wrong, own = DRILLS.get(name, (None, None, ()))
         with working_directory(), drilled(name) if wrong else contextlib.nullcontext(), \
                 swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
             run_train("--task", "copy")
             task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
-            told = train.evaluate_batches(task, model, [task.valid], "cpu")
+            forced = train.evaluate_batches(task, model, [task.batch(task.toy_examples())], "cpu")
             failed = sorted(caught_by(tests), key=lambda test: test not in own)
-        print(f"{name:14} {told['loss']:6.3f} {told['accuracy']:9.3f} {checkpoint['metrics']['accuracy']:12.3f}   "
-              f"{wrong.__doc__ if wrong else 'nothing'}")
+        print(f"{name:14} {forced['loss']:6.3f} {forced['accuracy']:24.3f} {checkpoint['metrics']['accuracy']:19.3f}   "
+              f"{wrong.__doc__ if wrong else 'none'}")
         more = f"  +{len(failed) - 2} more" if len(failed) > 2 else ""
         print("\n".join(f"      {test.__name__}" for test in failed[:2]) + more if failed else "      none", flush=True)
     return 0
@@ -2033,24 +2039,18 @@ def drills(names):
 # --- bench: how fast, against PyTorch's own modules
 
 
-def seconds(call):
-    """CPU seconds of one call. Not those of the clock, so that other programs on the machine count for less."""
-    started = time.process_time()
-    call()
-    return time.process_time() - started
-
-
-def ratio(ours, theirs, rounds=7):
-    """Our time over theirs: the median over rounds that run both, in turn first."""
+def ratio(ours, theirs, rounds=5):
+    """Our time over theirs: the median over rounds that run both, in turn first. CPU seconds, not those of the clock,
+    so that other programs on the machine count for less."""
     measured = []
     for i in range(rounds):
-        times = {run: seconds(run) for run in ((ours, theirs), (theirs, ours))[i % 2]}
-        measured.append(times[ours] / times[theirs])
+        seconds = {}
+        for run in (ours, theirs) if i % 2 else (theirs, ours):
+            started = time.process_time()
+            run()
+            seconds[run] = time.process_time() - started
+        measured.append(seconds[ours] / seconds[theirs])
     return statistics.median(measured)
-
-
-def row(what, reference, value, target):
-    print(f"{what:56} {reference:36} {value:>7.2f} {target:>8}", flush=True)
 
 
 def stepping(module, forward):
@@ -2062,38 +2062,6 @@ def stepping(module, forward):
         forward().sum().backward()
         optimizer.step()
     return step
-
-
-def bench_attention():
-    ours, theirs = MultiHeadAttention(512, 8, 0.0), nn.MultiheadAttention(512, 8, 0.0, batch_first=True)
-    for fused, batch, length, masked, target in ((False, 32, 128, False, 1.05), (False, 32, 128, True, 1.05),
-                                                 (True, 32, 128, False, 0.95), (True, 8, 1024, False, 0.90)):
-        ours.attention.fused = fused
-        x = torch.randn(batch, length, 512, requires_grad=True)
-        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1)) if masked else None
-        drop = ~mask if masked else None
-        value = ratio(lambda: ours(x, x, x, mask)[0].sum().backward(),
-                      lambda: theirs(x, x, x, drop, need_weights=not fused, average_attn_weights=False)[0].sum()
-                      .backward())
-        row(f"MultiHeadAttention, {'fused' if fused else 'formula'}, ({batch}, {length}){', mask' if masked else ''}",
-            f"MultiheadAttention, weights {not fused}", value, f"<= {target:.2f}")
-
-
-def bench_layers():
-    x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
-    sizes = 512, 8, 2048, 0.0
-    for norm_first, fused in itertools.product((True, False), (False, True)):
-        order = dict(batch_first=True, norm_first=norm_first)
-        encoders = EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **order)
-        decoders = DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **order)
-        set_fused(encoders[0], fused)
-        set_fused(decoders[0], fused)
-        steps = [[stepping(m, lambda m=m: m(x)) for m in encoders],
-                 [stepping(decoders[0], lambda: decoders[0](x, memory, None, causal)),
-                  stepping(decoders[1], lambda: decoders[1](x, memory, ~causal[0]))]]
-        for name, pair in zip(("EncoderLayer", "DecoderLayer"), steps):
-            row(f"{name}, {'pre' if norm_first else 'post'}-norm, {'fused' if fused else 'formula'}, training step",
-                f"nn.Transformer{name}", ratio(*pair), "<= 1.05" if fused else "<= 1.25")
 
 
 class TheirTransformer(nn.Module):
@@ -2112,68 +2080,56 @@ class TheirTransformer(nn.Module):
                                                padding, tgt == PAD, padding))
 
 
-def bench_seq2seq():
+def comparisons():
+    """(name, reference, a call of ours, a call of theirs, the ratio to stay below)."""
+    def both(fused, *modules):
+        set_fused(modules[0], fused)
+        return (*modules, "fused" if fused else "formula")
+
+    for fused, (batch, length), target in ((False, (32, 128), 1.05), (True, (32, 128), 0.95), (True, (8, 1024), 0.90)):
+        ours, theirs, how = both(fused, MultiHeadAttention(512, 8, 0.0),
+                                 nn.MultiheadAttention(512, 8, 0.0, batch_first=True))
+        x = torch.randn(batch, length, 512)
+        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1))
+        yield (f"MultiHeadAttention, padding, ({batch}, {length}), {how}", "nn.MultiheadAttention",
+               stepping(ours, lambda: ours(x, x, x, mask)[0]),
+               stepping(theirs, lambda: theirs(x, x, x, ~mask, not fused, average_attn_weights=False)[0]), target)
+
+    x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
+    for norm_first, fused in itertools.product((True, False), (False, True)):
+        sizes, options = (512, 8, 2048, 0.0), dict(batch_first=True, norm_first=norm_first)
+        ours, theirs, how = both(fused, EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **options))
+        order, target = "pre-norm" if norm_first else "post-norm", 1.05 if fused else 1.25
+        yield (f"EncoderLayer, {order}, {how}", "nn.TransformerEncoderLayer", stepping(ours, lambda: ours(x)),
+               stepping(theirs, lambda: theirs(x)), target)
+        ours, theirs, how = both(fused, DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **options))
+        yield (f"DecoderLayer, {order}, {how}", "nn.TransformerDecoderLayer",
+               stepping(ours, lambda: ours(x, memory, None, causal)),
+               stepping(theirs, lambda: theirs(x, memory, ~causal[0])), target)
+
     for (batch, length), fused in itertools.product(((80, 10), (16, 64)), (False, True)):
-        ours, theirs = make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2)
-        set_fused(ours, fused)
-        src, tgt = (torch.randint(4, 1000, (batch, length)) for _ in range(2))
+        ours, theirs, how = both(fused, make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2))
+        src, tgt = torch.randint(4, 1000, (2, batch, length))
+        yield (f"seq2seq, 2 + 2 layers, ({batch}, {length}), {how}", "nn.Transformer",
+               stepping(ours, lambda: ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)).log_softmax(-1)),
+               stepping(theirs, lambda: theirs(src, tgt).log_softmax(-1)), 1.00 if fused else 1.20)
 
-        def loss(logits):
-            return F.cross_entropy(logits.flatten(0, 1), tgt.flatten())
-        value = ratio(stepping(ours, lambda: loss(ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)))),
-                      stepping(theirs, lambda: loss(theirs(src, tgt))), rounds=5)
-        row(f"seq2seq, 2 + 2 layers, {batch} x {length}, {'fused' if fused else 'formula'}, training step",
-            "nn.Transformer", value, "<= 1.00" if fused else "<= 1.20")
-
-
-def bench_decoding():
     model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (1, 10))
-    model.generator.bias.data[EOS] = -1e9
-
-    def decoding(length, use_cache):
-        return lambda: greedy_decode(model, src, length, use_cache=use_cache)
-    for length, rounds, target in ((32, 7, 0.55), (128, 3, 0.30), (512, 1, 0.08)):
-        row(f"greedy decoding with cache, {length} tokens", "without cache",
-            ratio(decoding(length, True), decoding(length, False), rounds), f"<= {target:.2f}")
-    row("greedy decoding with cache, a token of 512", "a token of 128",
-        ratio(decoding(512, True), decoding(128, True)) / 4, "<= 1.20")
-
-
-def bench_copy():
-    worst = 1.0
-    for seed in range(10):
-        with working_directory():
-            run_train("--task", "copy", "--seed", str(seed))
-            task, model, _ = train.load_checkpoint(train.default_path("copy"), "cpu")
-        task.valid = task.draw(10_000, torch.Generator().manual_seed(1), held_out=True)
-        worst = min(worst, task.evaluate(model, "cpu")["accuracy"])
-    print(f"{'copy, steps of the default recipe':93} {task.recipe['steps']:>7} {'<= 250':>8}\n"
-          f"{'copy, exact match on 10,000 fresh sequences, worst of seeds 0-9':93} {worst:7.4f} >= 0.9999", flush=True)
-
-
-def bench_toys():
-    bare = "import torch; p = torch.nn.Parameter(torch.ones(1)); p.sum().backward(); torch.optim.Adam([p]).step()"
-
-    import resource  # not on Windows
-
-    def children(*command):
-        """CPU seconds of a Python process."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *command], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    with working_directory():
-        pairs = [(children(str(HERE / "train.py"), "--device", "cpu"), children("-c", bare)) for _ in range(3)]
-    row("python train.py, both toys, CPU seconds of the process", "import torch, one step of Adam",
-        statistics.median(ours / theirs for ours, theirs in pairs), "<= 3.00")
+    model.generator.bias.data[EOS] = -1e9  # it never ends by itself
+    for length, target in ((32, 0.55), (128, 0.30)):
+        yield (f"greedy_decode with cache, {length} tokens", "without cache", lambda: greedy_decode(model, src, length),
+               lambda: greedy_decode(model, src, length, use_cache=False), target)
+    src = torch.randint(4, 1000, (16, 10))
+    yield ("beam_decode with 4 beams, 16 x 32 tokens", "greedy_decode", lambda: beam_decode(model, src, 32),
+           lambda: greedy_decode(model, src, 32), 4.00)
 
 
 def bench():
-    """Prints each measurement with its reference and its target. One thread, dropout 0, float32, d_model 512."""
+    """Prints every ratio and its target. One thread, float32, d_model 512, no dropout; a training step, or decoding."""
     warnings.simplefilter("ignore")  # nn.Transformer warns about norm_first
-    print(f"{'ours':56} {'reference':36} {'ratio':>7} {'target':>8}")
-    for part in (bench_attention, bench_layers, bench_seq2seq, bench_decoding, bench_copy, bench_toys):
-        part()
+    print(f"{'ours':54} {'reference':28} {'ratio':>6} {'target':>8}")
+    for name, reference, ours, theirs, target in comparisons():
+        print(f"{name:54} {reference:28} {ratio(ours, theirs):6.2f} {f'<= {target:.2f}':>8}", flush=True)
     return 0
 
 
@@ -2181,15 +2137,16 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", metavar="WORD", default="", help="only the tests whose name contains WORD (default: all)")
     parser.add_argument("--drills", nargs="?", const="all", metavar="NAME", choices=["all", *DRILLS],
-                        help=f"train with bugs put in on purpose, and see who notices: all, {', '.join(DRILLS)}")
-    parser.add_argument("--bench", action="store_true", help="measure our speed against PyTorch's modules (minutes)")
+                        help="train with injected bugs and see which tests notice: all, or one of "
+                             f"{', '.join(DRILLS)} (default: off)")
+    parser.add_argument("--bench", action="store_true",
+                        help="measure our speed against PyTorch's modules, for minutes (default: off)")
     args = parser.parse_args(argv)
     if not __debug__:
         parser.exit(2, "test_all.py: error: python -O takes out the asserts that the tests are made of\n")
     tests = [(name, test) for name, test in globals().items() if name.startswith("test_") and args.k in name]
     if not tests:
         parser.error(f"no test has {args.k!r} in its name")
-    sys.stdout.reconfigure(errors="backslashreplace")
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="matplotlib|pyparsing")  # old one on new one
     torch.set_num_threads(1)
@@ -2214,4 +2171,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    train.run(main)
