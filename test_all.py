@@ -21,11 +21,12 @@ import os
 import random
 import re
 import runpy
-import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -175,7 +176,7 @@ def call(main, *argv, stdin=b""):
     with swapped(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin))), contextlib.redirect_stdout(out), \
             contextlib.redirect_stderr(err):
         try:
-            status = main(list(argv))
+            train.run(main, list(argv))
         except SystemExit as error:
             status = error.code
     return status, out.getvalue(), err.getvalue()
@@ -936,82 +937,123 @@ def test_both_decoders_respect_max_len_and_the_table():
         raises(ValueError, [" 9 ", "(7)"], decode_all, model, torch.full((1, 9), 5), 3)
 
 
-# --- train.py
+# --- train.py: text and files
 
 
 PAIRS = "".join(f"{a} {b}\t{b.upper()} {a.upper()}\n" for a in "abcde" for b in "vwxyz")
 SMALL = "--layers", "1", "--d-model", "16", "--heads", "2", "--d-ff", "16"
+COLUMNS = train.Sentiment.columns
 
 
-def test_tokens_are_words_signs_and_cjk_characters():
+def write(name, text):
+    Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return name
+
+
+def test_a_token_is_a_word_with_its_marks_a_cjk_character_or_a_sign():
     for text, tokens in [("It's a well-known FILM!", ["it's", "a", "well-known", "film", "!"]),
-                         ("don’t", ["don't"]),
-                         ("a boy 's hat -", ["a", "boy", "'s", "hat", "-"]),
-                         ("'quoted'", ["'", "quoted", "'"]),
-                         ("我爱ABC电影。", ["我", "爱", "abc", "电", "影", "。"]),
-                         ("カタカナ 한글", ["カ", "タ", "カ", "ナ", "한", "글"]),
-                         ("cafe\u0301", ["café"]),
-                         ("good\u3000film \U0001f600", ["good", "film", "\U0001f600"]),
-                         (" \t\n\u3000", [])]:
+                         ("don’t", ["don't"]), ("a boy 's hat -", ["a", "boy", "'s", "hat", "-"]),
+                         ("'quoted'", ["'", "quoted", "'"]), ("cafe\u0301", ["café"]), (" \t\n\u3000", []), ("", []),
+                         ("我爱ABC电影。", ["我", "爱", "abc", "电", "影", "。"]), ("葛\U000e0100城", ["葛\U000e0100", "城"]),
+                         ("‘好’的", ["‘", "好", "’", "的"]), ("カタカナ", ["カ", "タ", "カ", "ナ"]),
+                         ("나는 한국어ㅋㅋ", ["나는", "한국어ㅋㅋ"]), ("good\u3000film \U0001f600", ["good", "film", "\U0001f600"]),
+                         ("हिन्दी में", ["हिन्दी", "में"]), ("می‌روم", ["می‌روم"]), ("İyi", ["i̇yi"]), ("ภาษาไทยนี้", ["ภาษาไทยนี้"]),
+                         ("שָׁלוֹם מُدَرِّس", ["שָׁלוֹם", "מُدَرِّس"]), ("co\u00adop", ["co\u00adop"]), ("𞤀𞥄𞤁", ["𞤢𞥄𞤣"]),
+                         ("👍🏽!", ["👍🏽", "!"]), ("👩‍👩‍👧 ❤️", ["👩‍👩‍👧", "❤️"]), ("🇩🇪🇫🇷", ["🇩🇪", "🇫🇷"]), ("1️⃣", ["1️⃣"])]:
         assert train.tokenize(text) == tokens, text
 
 
-def test_tokens_join_with_spaces_but_for_cjk():
-    assert train.join_tokens(["a", "film", "我", "爱", "电", "影"]) == "a film 我爱电影"
+def test_tokens_of_a_line_join_to_the_line():
+    for text in ["a film", "나는 학교에 간다 .", "你好，世界。", "他说：“你好。”——‘好’……", "我有3个苹果，25%是红的。", "これは「本」です！",
+                 "a film 我爱电影", "12:30见"]:
+        assert train.join_tokens(train.tokenize(text)) == text
 
 
-def test_vocab_keeps_frequent_tokens_and_calls_the_others_unknown():
-    vocab = train.Vocab(train.make_vocab([["b", "a", "b"], ["a", "b", "c"]], min_count=2))
-    assert vocab.tokens == ["<pad>", "<unk>", "<bos>", "<eos>", "b", "a"]
-    assert vocab.encode(["a", "b", "c"]) == [5, 4, UNK]
-    assert vocab.decode([5, 4, UNK, EOS, PAD]) == ["a", "b", "<unk>"]
-
-
-def test_special_tokens_have_the_ids_of_the_constants():
-    assert [train.SPECIAL[i] for i in (PAD, UNK, BOS, EOS)] == ["<pad>", "<unk>", "<bos>", "<eos>"]
+def test_vocab_keeps_what_occurs_twice_and_calls_the_rest_unknown():
+    vocab = train.Vocab(train.make_vocab([["b", "a", "b"], ["a", "b", "c"]]))
+    assert vocab.tokens == ["<pad>", "<unk>", "<bos>", "<eos>", "b", "a"]  # with the ids PAD, UNK, BOS, EOS
+    assert vocab.encode(["a", "b", "c"]) == [5, 4, UNK] and vocab.decode([5, 4, UNK, EOS, PAD]) == ["a", "b", "<unk>"]
+    assert train.count_unknown([BOS, 5, UNK, UNK, EOS, PAD]) == (2, 3)
 
 
 def test_data_files_are_read_as_pairs():
-    columns = train.Sentiment.columns
-    for name, data in [("plain.tsv", b"good film\tyes\nbad \"film\tno\n"),
-                       ("bom-crlf.tsv", b"\xef\xbb\xbfgood film\tyes\r\n\r\nbad \"film\tno\r\n"),
-                       ("header.tsv", b"sentence\tlabel\ngood film\tyes\nbad \"film\tno"),
-                       ("holes.tsv", b"good film\tyes\n\tno\nbad \"film\tno\n \xe3\x80\x80\tno\nbad film\t\n"),
-                       ("some.csv", b'Label , Review,id\r\nyes,good film,1\r\nno,"bad ""film",2\r\n')]:
-        with working_directory(), contextlib.redirect_stdout(io.StringIO()):
-            Path(name).write_bytes(data)
-            assert train.read_pairs(name, columns)[0] == [("good film", "yes"), ('bad "film', "no")], name
-
-
-def test_a_field_of_a_csv_may_hold_line_breaks():
+    for name, data in [("plain.tsv", "good film\tyes\nbad \"film\tno\n"), ("cr.tsv", "good film\tyes\rbad \"film\tno\r"),
+                       ("bom-crlf.tsv", "\ufeffgood film\tyes\r\n\r\nbad \"film\tno\r\n"),
+                       ("header.tsv", "sentence\tlabel\ngood film\tyes\nbad \"film\tno"),
+                       ("other-way.tsv", "Label\tid\treview\nyes\t1\tgood film\nno\t2\tbad \"film\n"),
+                       ("holes.tsv", "good film\tyes\n\tno\nbad \"film\tno\n \u3000\tno\nbad film\t\n \t \n"),
+                       ("imdb.csv", 'review,sentiment\ngood film,yes\n"bad ""film",no\n'),
+                       ("some.CSV", 'Label , Review,id\r\nyes,good film,1\r\nno,"bad ""film",2\r\n')]:
+        with working_directory(), contextlib.redirect_stderr(io.StringIO()) as err:
+            assert train.read_pairs(write(name, data), COLUMNS) == [("good film", "yes"), ('bad "film', "no")], name
+            assert ("3 lines with an empty side left out" in err.getvalue()) == (name == "holes.tsv")
     with working_directory():
-        Path("some.csv").write_text('text,label\n"one\ntwo",yes\n', encoding="utf-8")
-        assert train.read_pairs("some.csv", train.Sentiment.columns)[0] == [("one\ntwo", "yes")]
+        assert train.read_pairs(write("x.csv", 'text,label\n"one\ntwo",yes\n'), COLUMNS) == [("one\ntwo", "yes")]
 
 
 def test_bad_data_files_are_one_line_with_the_place():
-    for name, data, message in [("empty.tsv", b"", "no line with text"),
-                                ("blank.tsv", b" \n\t\n", "no line with text"),
-                                ("one-column.tsv", b"a\tyes\nb\n", "line 2: 0 tabs"),
-                                ("three.tsv", b"a\tb\tyes\n", "line 1: 2 tabs"),
-                                ("latin.tsv", b"caf\xe9\tyes\n", "not UTF-8"),
+    for name, data, message in [("empty.tsv", "", "no line with text"), ("blank.tsv", " \n\t\n", "no line with text"),
+                                ("one.tsv", "a\tyes\nb\n", "line 2: 0 tabs, expected 1: text<TAB>label"),
+                                ("three.tsv", "a\tb\tyes\n", "line 1: 2 tabs"),
+                                ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "line 2: field larger than"),
+                                ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
                                 ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
-                                ("no-header.csv", b"good film,yes\n", "no column text or review or sentence"),
-                                ("no-label.csv", b"text,stars\na,5\n", "no column label; it reads: 'text, stars'"),
-                                ("short.csv", b"text,label\na,yes\nb\n", "line 3: 1 columns"),
-                                ("empty.csv", b"", "no column")]:
+                                ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
+                                ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; it reads: 'text, st"),
+                                ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
+                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 columns, the header has 2"),
+                                ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
+                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
+                                ("none.csv", "", "no line with text")]:
         with working_directory():
-            Path(name).write_bytes(data)
-            raises(ValueError, message, train.read_pairs, name, train.Sentiment.columns)
-            raises(ValueError, name, train.read_pairs, name, train.Sentiment.columns)
+            raises(ValueError, [name, message], train.read_pairs, write(name, data), COLUMNS)
 
 
-def test_a_seeded_tenth_is_held_out():
-    pairs = [(str(i), "x") for i in range(50)]
-    rest, held = train.hold_out(pairs, seed=1)
-    assert len(held) == 5 and sorted(rest + held) == sorted(pairs)
-    assert train.hold_out(pairs, seed=1) == (rest, held) != train.hold_out(pairs, seed=2)
-    assert len(train.hold_out(pairs[:2], seed=1)[1]) == 1
+def test_a_long_file_shows_that_it_is_read():
+    with working_directory(), contextlib.redirect_stderr(io.StringIO()) as err:
+        train.read_pairs(write("long.tsv", "a\tb\n" * 100_001), COLUMNS)
+    assert err.getvalue().split("\n") == ["long.tsv: 50,000 lines read", "long.tsv: 100,000 lines read", ""]
+
+
+def test_a_seeded_tenth_is_held_out_and_equal_texts_stay_together():
+    pairs = [(f"{i % 40}", "x") for i in range(60)]
+    rest, held = train.hold_out(pairs, 1, labelled=False)
+    assert len(held) == 6 and sorted(rest + held) == sorted(pairs) and not set(rest) & set(held)
+    assert train.hold_out(pairs, 1, False) == (rest, held) != train.hold_out(pairs, 2, False)
+    assert len(train.hold_out(pairs[:2], 1, False)[1]) == 1
+    assert len(train.hold_out([(str(i), "x") for i in range(30_000)], 1, False)[1]) == 2000
+    assert len(train.hold_out([("a", "x")] * 9 + [("b", "x")] * 2, 1, False)[1]) == 2  # the rarer, though over a tenth
+
+
+def test_the_only_examples_of_a_class_are_in_training():
+    pairs = [(str(i), "ab"[i % 2]) for i in range(18)] + [("18", "c")]
+    for seed in range(30):
+        assert {label for _, label in train.hold_out(pairs, seed, labelled=True)[0]} == {*"abc"}
+    assert train.hold_out(pairs[:2], 0, labelled=True)[1] == []
+
+
+def test_what_was_read_is_told_before_training():
+    lines = [f"good film w{i}\tpos\nbad film w{i}\tneg\n" for i in range(20)]
+    with working_directory():
+        write("data.tsv", "".join(lines) + "one more\tPos\n" + "good " * 257 + "\tpos\n")
+        write("valid.tsv", "good film w1\tpos\nbad new words\tneg\n")
+        status, out, err = call(train.main, "--device", "cpu", "--task", "sentiment", "--data", "data.tsv", "--valid",
+                                "valid.tsv", "--steps", "1", "--checkpoint", "x.pt", *SMALL)
+        assert status == 0 and out.split("\n")[:3] == [
+            "data.tsv: 42 lines for training; 2 for validation, in valid.tsv, 1 of them also in the training set",
+            "labels: pos 21, neg 20, Pos 1",
+            "words: 23 that the training set has at least twice; 33.3% of the validation set are unknown"], out
+        assert "data.tsv: 1 texts have more than 256 tokens; only their first 256 are read\n" in err
+        write("pairs.tsv", PAIRS + f"{'a ' * 129}\tx\n{'a ' * 128}\tA\nc\t\n")
+        status, out, err = call(train.main, "--device", "cpu", "--task", "translate", "--data", "pairs.tsv",
+                                "--valid", "pairs.tsv", "--steps", "1", *SMALL)
+        assert status == 0 and "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
+        assert "source words: 10 that" in out and "target words: 10 that" in out
+        assert "1 pairs of more than 128 tokens left out" in err and "1 lines with an empty side left out" in err
+        assert torch.load("checkpoints/pairs.pt", weights_only=True)["config"]["max_len"] == 129  # the longest and EOS
+
+
+# --- train.py: tasks
 
 
 def test_toy_remarks_negate_and_hold_out_whole_sentences():
@@ -1022,504 +1064,682 @@ def test_toy_remarks_negate_and_hold_out_whole_sentences():
     assert not set(training) & set(held) and len(held) > 200
 
 
-def test_copy_batches_are_what_they_should_be():
-    src, tgt = train.Copy.read(None).draw(500, torch.Generator().manual_seed(0))
-    for source, target in zip(src.tolist(), tgt.tolist()):
-        symbols = source[:source.index(EOS)]
-        assert 1 <= len(symbols) <= 10 and all(4 <= symbol <= 13 for symbol in symbols)
-        assert source == symbols + [EOS] + [PAD] * (10 - len(symbols))
-        assert target == [BOS] + source
+def copy_task():
+    return train.Copy.read(None)
+
+
+def test_copy_examples_repeat_their_symbols_between_bos_and_eos():
+    for src, tgt in copy_task().examples(random.Random(1), 500, held_out=False):
+        assert 1 <= len(src) - 1 <= 10 and all(4 <= symbol <= 13 for symbol in src[:-1]) and src[-1] == EOS
+        assert tgt == [BOS, *src]
+
+
+def test_copy_trains_on_long_sequences_that_repeat_symbols():
+    examples = [src[:-1] for src, _ in copy_task().examples(random.Random(1), 4000, held_out=False)]
+    neighbours = [pair for src in examples for pair in zip(src, src[1:])]
+    assert abs(sum(map(len, examples)) / 4000 - 7.15) < 0.15  # the mean of the longer of two lengths up to 10
+    assert abs(sum(a == b for a, b in neighbours) / len(neighbours) - (0.3 + 0.7 * 0.1)) < 0.02
+    assert {len(src) for src in examples} == {*range(1, 11)}
 
 
 def test_copy_never_trains_on_what_it_is_judged_by():
-    task = train.Copy.read(None)
-
-    def held_out(src):
-        rows = [[i - 3 for i in row if i > EOS] for row in src.tolist()]
-        return [len(row) > 1 and sum(row) % 10 == 0 for row in rows]
-    assert all(held_out(task.valid[0]))
-    assert not any(held_out(task.draw(5000, torch.Generator().manual_seed(1))[0]))
-
-
-def test_copy_trains_on_longer_sequences_with_more_repeats_than_it_is_judged_by():
-    task = train.Copy.read(None)
-    sizes, repeats = [], []
-    for held_out in False, True:
-        src, _ = task.draw(5000, torch.Generator().manual_seed(1), held_out)
-        symbols = src > EOS
-        sizes.append(symbols.sum(1).float().mean().item())
-        repeats.append((src[:, 1:] == src[:, :-1])[symbols[:, 1:]].float().mean().item())
-    assert sizes[0] > 7 > sizes[1] > 5.9 and repeats[0] > 0.25 and abs(repeats[1] - 0.1) < 0.02
+    task, args = copy_task(), train.recipe_options("copy")
+    held_out = {tuple(src) for src, _ in task.valid}
+    trained = {(*row[:row.index(EOS)], EOS) for number in range(5) for src, _ in task.batches(args, number)
+               for row in src.tolist()}
+    assert len(task.valid) == 1000 and len(held_out) > 900 and not held_out & trained
+    assert {(symbol, EOS) for symbol in range(4, 14)} <= trained  # each single symbol, too
 
 
-def test_the_label_is_the_input_one_step_later():
-    given, wanted = train.shift(torch.tensor([[BOS, 7, 8, 9, EOS]]))
-    assert given.tolist() == [[BOS, 7, 8, 9]] and wanted.tolist() == [[7, 8, 9, EOS]]
+def test_the_label_is_the_decoder_input_one_step_later():
+    decoder_input, labels = train.shift(torch.tensor([[BOS, 7, 8, 9, EOS]]))
+    assert decoder_input.tolist() == [[BOS, 7, 8, 9]] and labels.tolist() == [[7, 8, 9, EOS]]
+
+
+def test_predict_passes_the_padding_on_so_that_batch_mates_change_nothing():
+    task = train.Sentiment.read(train.recipe_options("sentiment"))
+    model = task.build(task.config(train.recipe_options("sentiment"))).double().eval()
+    short, long = sorted(task.valid, key=lambda example: len(example[0]))[::len(task.valid) - 1]
+    alone, both = (task.predict(model, task.batch(examples))[0] for examples in ([short], [short, long]))
+    assert len(short[0]) < len(long[0])
+    same(alone[0], both[0])
 
 
 def test_padding_is_in_neither_loss_nor_accuracy():
-    torch.manual_seed(0)
-    task = train.Copy.read(None)
-    model = make_model(14, 14, num_layers=1, d_model=16, num_heads=2, d_ff=16, max_len=20)
-    src, tgt = task.draw(8, torch.Generator().manual_seed(0))
-    longer = [F.pad(ids, (0, 5), value=PAD) for ids in (src, tgt)]
-    a, b = (train.evaluate_batches(task, model, [batch], "cpu") for batch in ([src, tgt], longer))
+    task, args = copy_task(), train.recipe_options("copy")
+    model, batch = task.build(task.config(args)), task.batch(task.valid[:8])
+    longer = [F.pad(ids, (0, 12 - ids.size(1)), value=PAD)[:, :11 + i] for i, ids in enumerate(batch)]
+    a, b = (train.evaluate_batches(task, model, [x], "cpu") for x in (batch, longer))
     assert abs(a["loss"] - b["loss"]) < 1e-6 and a["accuracy"] == b["accuracy"]
 
 
-def test_a_batch_without_targets_gives_no_nan():
-    logits = torch.randn(3, 5, requires_grad=True)
-    loss = train.target_loss(logits, torch.full((3,), -100), label_smoothing=0.1)
+def test_exact_match_takes_targets_of_any_length():
+    task = copy_task()
+    task.valid = [(task.encode("1 2 3"), [BOS, *task.encode(target)]) for target in ("1 2 3", "1 2", "3")]
+    with swapped(train.Copy, "generate", lambda *args: [["1", "2", "3"], ["1", "2"], ["1"]]), \
+            swapped(train.Task, "evaluate", lambda *args: {"loss": 2.0, "accuracy": 0.0}):
+        assert task.evaluate(None, "cpu") == {"loss": 2.0, "accuracy": 2 / 3}
+
+
+def test_length_batches_hold_each_example_once_and_little_padding():
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 39) for _ in range(500)]
+    examples = [([i] * n, [i] * (n + 1)) for i, n in enumerate(lengths)]
+    plain = train.length_batches(examples, 300, in_tokens=True)
+    mixed, again, other = (train.length_batches(examples, 300, random.Random(seed), True) for seed in (1, 1, 2))
+    assert len(plain) == len(mixed) and plain != mixed == again != other
+    for batches in plain, mixed:
+        assert sorted(example for batch in batches for example in batch) == sorted(examples)
+        assert all(len(batch) * max(len(tgt) for _, tgt in batch) <= 300 for batch in batches)
+        assert sum(len(batch) * max(len(src) for src, _ in batch) for batch in batches) < 1.1 * sum(lengths)
+    assert [len(batch) for batch in train.length_batches(examples, 64)] == [64] * 7 + [52]
+    assert [len(batch) for batch in train.length_batches([([1] * 9, 0)] * 3, 5, None, True)] == [1] * 3  # too long: alone
+
+
+def test_an_epoch_of_more_than_500_batches_is_several_rounds():
+    task, args = train.Sentiment({"words": train.SPECIAL, "labels": ["a", "b"]}), argparse.Namespace(batch_size=1, seed=3)
+    task.train = [([i + 4], 0) for i in range(1201)]
+
+    def ids(number):
+        return [batch[0].item() for batch in task.batches(args, number)]
+    first, second = [ids(number) for number in range(3)], [ids(number) for number in range(3, 6)]
+    assert [len(part) for part in first] == [401, 400, 400] and first == [ids(number) for number in range(3)]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(4, 1205)) and first != second
+
+
+def test_models_of_file_tasks():
+    with working_directory():
+        args = train.with_defaults(["--task", "translate", "--data", write("pairs.tsv", PAIRS)],
+                                   train.Translate.data_recipe)
+        with contextlib.redirect_stdout(io.StringIO()):
+            task = train.Translate.read(args)
+    model = task.build(task.config(args))
+    assert model.generator.weight is model.tgt_embed[0].embedding.weight  # one matrix (paper 3.4)
+    assert task.score({"loss": 1.0, "accuracy": 0.0}) > task.score({"loss": 2.0, "accuracy": 1.0})
+    assert train.Task().score({"loss": 2.0, "accuracy": 0.9}) > train.Task().score({"loss": 1.0, "accuracy": 0.8})
+    raises(ValueError, "3 tokens; this model reads 1 to 2", task.model_ids, model, "a b c")
+    raises(ValueError, "0 tokens", task.model_ids, model, " ")
+    samples = task.samples(model, 1000)
+    assert len(samples) == 3 and all(re.fullmatch(r"\w \w  ->  .*\(\w \w\)", line) for line in samples)
+
+
+def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
+    for name in "copy", "sentiment":
+        task = train.TASKS[name].read(train.recipe_options(name))
+        model = task.build(task.config(train.recipe_options(name)))
+        assert task.samples(model, len(task.valid)) == task.samples(model, 0) != task.samples(model, 1)
+        example = task.valid[0]
+        label = task.labels[example[1]] if name == "sentiment" else train.join_tokens(task.target.decode(example[1][1:]))
+        assert f"{train.join_tokens(task.vocabulary.decode(example[0]))}  ->  " in task.samples(model, 0)[0]
+        assert task.samples(model, 0)[0].endswith(f" ({label})")
+
+
+# --- train.py: the loop
+
+
+def test_loss_is_pytorchs_mean_over_the_labels_that_count():
+    logits, labels = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 3, -100, 4, -100, 1])
+    for smoothing in 0.0, 0.1:
+        assert torch.allclose(train.mean_loss(logits, labels, smoothing),
+                              F.cross_entropy(logits, labels, label_smoothing=smoothing))
+    loss = train.mean_loss(logits, torch.full((6,), -100), 0.1)  # a batch without labels: no nan
     loss.backward()
     assert loss.item() == 0 and logits.grad.abs().sum() == 0
 
 
-def test_loss_is_pytorchs_mean_over_the_real_targets():
-    logits, wanted = torch.randn(6, 5), torch.tensor([0, 3, -100, 4, -100, 1])
-    for smoothing in 0.0, 0.1:
-        assert torch.allclose(train.target_loss(logits, wanted, smoothing),
-                              F.cross_entropy(logits, wanted, label_smoothing=smoothing))
-
-
-def test_ranks_of_unequal_shares_make_the_gradient_of_the_whole_batch():
-    logits, wanted = rand(5, 7), torch.tensor([1, -100, 3, 0, 6])
-    whole = train.target_loss(logits, wanted, 0.1)
-    slices = [slice(rank, None, 2) for rank in range(2)]  # of 3 and 1 targets
-    losses = [train.target_loss(logits[rows], wanted[rows], 0.1) for rows in slices]
-    shared = torch.tensor([3 * losses[0].item() + losses[1].item(), 4.0, 1.0])  # what all_reduce adds up
-    with swapped(torch.distributed, "all_reduce", lambda sums: sums.copy_(shared)):
-        shares = [train.over_all_ranks(loss, wanted[rows], False, 2) for loss, rows in zip(losses, slices)]
-    same(torch.autograd.grad(sum(loss for loss, _, _ in shares) / 2, logits), torch.autograd.grad(whole, logits))
-    assert all(abs(mean - whole.item()) < 1e-6 and stop for _, mean, stop in shares)  # one stops all
-
-
-def test_length_batches_hold_each_example_once_and_little_padding():
-    lengths = torch.randint(1, 40, (500,), generator=torch.Generator().manual_seed(0)).tolist()
-    examples = [([i] * n, [i] * (n + 1)) for i, n in enumerate(lengths)]
-    plain = train.length_batches(examples, 300, in_tokens=True)
-    mixed = train.length_batches(examples, 300, torch.Generator().manual_seed(1), in_tokens=True)
-    assert len(plain) == len(mixed) and plain != mixed
-    for batches in plain, mixed:
-        assert sorted(example for batch in batches for example in batch) == sorted(examples)
-        assert all(len(batch) * max(len(tgt) for _, tgt in batch) <= 300 for batch in batches)
-        padded = sum(len(batch) * max(len(src) for src, _ in batch) for batch in batches)
-        assert padded < 1.1 * sum(lengths)
-    assert [len(batch) for batch in train.length_batches(examples, 64)] == [64] * 7 + [52]
-
-
 def test_the_rate_warms_up_and_falls_to_zero():
     rate = train.warm_up_and_decay(steps=100, warmup=20)
-    assert rate(0) == 1 / 20 and rate(19) == rate(20) == 1 and rate(100) == 0
+    assert rate(0) == 1 / 20 and rate(19) == rate(20) == 1 == max(map(rate, range(101))) and rate(100) == 0
     assert abs(rate(60) - 0.5) < 1e-12 and rate(30) > 0.96 and rate(90) < 0.04  # a cosine is flat at both ends
-    assert max(map(rate, range(101))) == 1
     assert train.warm_up_and_decay(steps=10, warmup=0)(0) == 1
+    args = argparse.Namespace(lr=0.5, warmup=50)
+    assert [train.Run(nn.Linear(1, 1), args, steps).warmup for steps in (100, 99)] == [50, 19]
 
 
-def test_a_device_that_is_not_there_is_one_clear_line():
-    for name in "nonsense", "cuda:99", "meta", "cpu:x":
-        raises(ValueError, "try --device cpu", train.pick_device, name)
+def test_the_loop_clips_smooths_and_trains_in_training_mode():
+    seen = []
+
+    def predict(task, model, batch):
+        seen.append(model.training)
+        return right(task, model, batch)
+    right = train.Copy.predict
+    with working_directory(), swapped(train.Copy, "predict", predict), swapped(train.Copy, "label_smoothing", 0.3), \
+            counted(train, "mean_loss") as loss, counted(nn.utils, "clip_grad_norm_") as clip:
+        run_train("--task", "copy", "--steps", "2", *SMALL)
+    assert seen[:2] == [True, True] and not any(seen[2:])
+    assert [call.args[2] for call in loss.call_args_list] == [0.3, 0.3]
+    assert [call.args[1] for call in clip.call_args_list] == [1.0, 1.0]
 
 
-def test_the_device_cpu_never_touches_cuda():
-    assert train.pick_device("cpu") == torch.device("cpu")
-    assert not torch.cuda.is_initialized()
+def test_progress_counts_tokens_and_renews_its_line_on_a_terminal_only():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    for terminal, name, renewed in (Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False):
+        out = terminal()
+        with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, TERM=name):
+            progress = train.Progress("copy", 0, 10)
+            for step in 1, 2:
+                progress.update(step, torch.tensor(2.0 * step), [torch.tensor([[5, 6, PAD]]), torch.tensor([1])])
+            assert progress.tokens == 4 and progress.mean_loss() == 3
+            progress.since, progress.now, progress.started = 0.0, 2.0, time.monotonic() - 20
+            progress.end("done")
+        assert ("\x1b" in out.getvalue()) == ("\r" in out.getvalue()) == renewed
+        assert out.getvalue().endswith("copy  step  2/10  loss 3.000  2 tokens/s  1:20 left  done\n")
+        assert progress.tokens == 0
 
 
-def test_both_toys_reach_all_of_their_held_out_data():
-    _, out = trained_toys()
-    assert "sentiment: accuracy 100.0% on held-out data" in out
-    assert "copy: exact match 100.0% on held-out data" in out
+@slow
+def test_both_toys_reach_all_of_their_validation_set():
+    out = trained_toys()[1]
+    assert "sentiment: accuracy 100.0% on the validation set" in out
+    assert "copy: greedy exact match 100.0% on the validation set" in out
+    assert "ask it: python translate.py --checkpoint checkpoints/sentiment.pt the film was never dull" in out
 
 
-def test_a_finished_run_leaves_one_file_per_task():
-    with working_directory() as directory:
-        run_train("--task", "copy", "--steps", "3", *SMALL)
-        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["copy.pt"]
-
-
+@slow
 def test_a_checkpoint_is_a_plain_dict_and_rebuilds_its_model():
     with with_toys():
         for name in "sentiment", "copy":
-            plain = torch.load(f"checkpoints/{name}.pt", weights_only=True)
+            path = train.default_path(name)
+            plain = torch.load(path, weights_only=True)
             assert set(plain) == {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}
-            task, model, checkpoint = train.load_checkpoint(Path(f"checkpoints/{name}.pt"), "cpu")
-            assert not model.training and all(torch.equal(a, b) for a, b in
-                                              zip(model.state_dict().values(), plain["model"].values()))
-            if name == "sentiment":
-                task = train.Sentiment.read(argparse.Namespace(data=None))
-            metrics = task.evaluate(model, "cpu")
-            assert abs(metrics["loss"] - checkpoint["metrics"]["loss"]) < 1e-6
+            task, model, checkpoint = train.load_checkpoint(path, "cpu")
+            same(list(model.state_dict().values()), list(plain["model"].values()), atol=0)
+            task.valid = task.toy_examples()
+            assert not model.training and abs(task.evaluate(model, "cpu")["loss"] - plain["metrics"]["loss"]) < 1e-6
 
 
+def saved(path):
+    return torch.load(path, weights_only=True)
+
+
+def same_runs(a, b):
+    """Asserts that two checkpoints hold the same weights and the same history, bit for bit."""
+    assert a["history"] == b["history"] and a["step"] == b["step"] and a["model"].keys() == b["model"].keys()
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+@slow
 def test_the_best_weights_are_kept_not_the_last():
     losses = iter([3.0, 1.0, 2.0])
-    with working_directory(), swapped(train.Copy, "evaluate", lambda *a: {"loss": next(losses), "accuracy": 0.5}):
+    with working_directory(), counted(train, "save_checkpoint") as save, \
+            swapped(train.Copy, "evaluate", lambda *a: {"loss": next(losses), "accuracy": 0.5}):
         run_train("--task", "copy", "--steps", "150", "--batch-size", "1", *SMALL)
-        checkpoint = torch.load("checkpoints/copy.pt", weights_only=True)
+        checkpoint = saved("checkpoints/copy.pt")
     assert checkpoint["step"] == 100 and checkpoint["metrics"]["loss"] == 1.0
     assert [entry["loss"] for entry in checkpoint["history"]] == [3.0, 1.0, 2.0]
+    assert [entry["step"] for entry in checkpoint["history"]] == [50, 100, 150]
+    second = save.call_args_list[1].args[1]
+    assert all(torch.equal(w, checkpoint["model"][name]) for name, w in second["model"].items())
+    assert any(not torch.equal(w, checkpoint["model"][name]) for name, w in save.call_args_list[0].args[1]["model"].items())
 
 
+@slow
 def test_the_same_seed_gives_the_same_weights():
     def weights(seed):
         with working_directory():
             run_train("--task", "copy", "--steps", "4", "--dropout", "0.1", "--seed", seed, *SMALL)
-            return torch.load("checkpoints/copy.pt", weights_only=True)["model"]
+            return torch.cat([w.flatten() for w in saved("checkpoints/copy.pt")["model"].values()])
     first, again, other = weights("1"), weights("1"), weights("2")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len({train.mixed_seed(a, b) for a in range(20) for b in range(20)}) == 400
 
 
-def interrupted_at(step, number):
-    """A Progress whose update sends this process a signal at that step."""
-    class Interrupting(train.Progress):
+def interrupted_at(step):
+    """A Progress that is interrupted at that step."""
+    class Interrupted(train.Progress):
         def update(self, now, *rest):
             super().update(now, *rest)
             if now == step:
-                os.kill(os.getpid(), number)
-    return Interrupting
+                raise KeyboardInterrupt
+    return Interrupted
 
 
+RUNS = [["copy", "--steps", "120"], ["sentiment", "--epochs", "3", "--batch-size", "64"],
+        ["translate", "--data", "pairs.tsv", "--epochs", "3", "--batch-size", "12"]]
+
+
+@slow
 def test_a_resumed_run_equals_one_that_was_never_interrupted():
-    for task in ["--task", "copy", "--steps", "70"], ["--task", "sentiment", "--epochs", "2", "--batch-size", "64"], \
-            ["--task", "translate", "--data", "pairs.tsv", "--epochs", "3", "--batch-size", "12"]:
+    for task, *options in RUNS:
         with working_directory():
-            Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
-            options = [*task, "--dropout", "0.2", *SMALL]
+            write("pairs.tsv", PAIRS)
+            options = ["--task", task, *options, "--dropout", "0.2", *SMALL]
             run_train(*options, "--checkpoint", "whole.pt")
-            for step, number in [(5, signal.SIGINT), (17, signal.SIGTERM)]:
-                with swapped(train, "Progress", interrupted_at(step, number)):
-                    more = ["--resume"] if step > 5 else options
-                    status, out, _ = call(train.main, "--device", "cpu", *task[:2], *more, "--checkpoint", "parts.pt")
-                assert status == 128 + number and f"stopped at step {step + 1}" in out  # a step begun is finished
-                assert Path("parts.resume.pt").exists()
-            run_train(*task[:2], "--resume", "--checkpoint", "parts.pt")
-            whole, parts = (torch.load(path, weights_only=True) for path in ("whole.pt", "parts.pt"))
-            assert whole.pop("model").keys() == parts["model"].keys()
-            whole = torch.load("whole.pt", weights_only=True)
-            assert all(torch.equal(whole["model"][name], parts["model"][name]) for name in whole["model"])
-            assert [entry["loss"] for entry in whole["history"]] == [entry["loss"] for entry in parts["history"]]
-            assert not Path("parts.resume.pt").exists()
+            with swapped(train, "Progress", interrupted_at(saved("whole.pt")["history"][1]["step"] - 1)):
+                status, out, err = call(train.main, "--device", "cpu", *options, "--checkpoint", "parts.pt")
+            command = f"python train.py --task {task} --checkpoint parts.pt --resume"
+            assert status == 130 and f"train.py: interrupted; after a whole round, {command} goes on" in err
+            assert len(saved("parts.pt")["history"]) == 1 and {"run", "options"} < saved("parts.pt").keys()
+            assert "going on after step" in run_train(*command.split()[2:])
+            assert saved("parts.pt").keys() == saved("whole.pt").keys()
+            same_runs(saved("whole.pt"), saved("parts.pt"))
+            out = run_train(*command.split()[2:])
+            assert "parts.pt: the run is complete" in out and saved("parts.pt")["history"] == saved("whole.pt")["history"]
 
 
-def test_a_signal_at_the_last_step_loses_nothing():
-    for steps in 3, 52:  # in the first round and in a later one
-        with working_directory():
-            options = ["--task", "copy", "--steps", str(steps), *SMALL]
-            run_train(*options, "--checkpoint", "whole.pt")
-            with swapped(train, "Progress", interrupted_at(steps - 1, signal.SIGINT)):
-                status, out, _ = call(train.main, "--device", "cpu", *options, "--checkpoint", "last.pt")
-            assert status == 130 and "saved to last.pt" in out and not Path("last.resume.pt").exists()
-            whole, last = (torch.load(path, weights_only=True) for path in ("whole.pt", "last.pt"))
-            assert whole["history"] == last["history"] and len(last["history"]) == 1 + (steps > 50)
+@slow
+def test_two_processes_make_the_run_of_one_and_resume_it():
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(HERE)!r})
+import torch, train
+def run(progress, *argv):
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    with __import__("unittest.mock").mock.patch.object(train, "Progress", progress):
+        try:
+            train.main(["--device", "cpu", "--task", "copy", *argv])
+        except KeyboardInterrupt:
+            torch.distributed.destroy_process_group()
+class Interrupted(train.Progress):
+    def update(self, now, *rest):
+        super().update(now, *rest)
+        if now == 60: raise KeyboardInterrupt
+small = {SMALL!r}
+run(train.Progress, "--steps", "1", "--batch-size", "7", "--checkpoint", "two.pt", *small)
+run(train.Progress, "--steps", "70", "--dropout", "0.3", "--batch-size", "8", "--checkpoint", "whole.pt", *small)
+run(Interrupted, "--steps", "70", "--dropout", "0.3", "--batch-size", "8", "--checkpoint", "parts.pt", *small)
+run(train.Progress, "--resume", "--checkpoint", "parts.pt")
+"""
+    with working_directory() as directory:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = []
+        for rank in "0", "1":
+            environment = dict(os.environ, TORCHELASTIC_RUN_ID="x", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2",
+                               LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+            processes.append(subprocess.Popen([sys.executable, "-W", "error", "-c", script], env=environment, text=True,
+                                              stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        results = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], results
+        assert results[0][0].count("parameters") == 4 and results[1] == ("", ""), results  # one of them prints
+        same_runs(saved("whole.pt"), saved("parts.pt"))
+        run_train("--task", "copy", "--steps", "1", "--batch-size", "7", "--checkpoint", "one.pt", *SMALL)
+        one, two = saved("one.pt"), saved("two.pt")
+        assert abs(one["history"][0]["train_loss"] - two["history"][0]["train_loss"]) < 1e-6
+        # but for keys' biases, whose gradient is 0 but for rounding, of which Adam makes a whole step
+        for name in one["model"]:
+            assert "w_k.bias" in name or torch.allclose(one["model"][name], two["model"][name], atol=1e-4), name
+        assert not list(directory.glob("*.part"))
 
 
-def test_resume_refuses_other_sizes_and_other_data():
+def test_ranks_of_unequal_shares_make_the_gradient_of_the_whole_batch():
+    logits, labels = rand(5, 7), torch.tensor([1, -100, 3, 0, 6])
+    whole = train.mean_loss(logits, labels, 0.1)
+    slices = [slice(rank, None, 2) for rank in range(2)]  # of 3 and 1 labels
+    with swapped(torch.distributed, "all_reduce", lambda count: count.fill_(4)), \
+            swapped(train, "rank_and_ranks", lambda: (0, 2)):
+        shares = [train.mean_loss(logits[rows], labels[rows], 0.1) for rows in slices]
+    same(torch.autograd.grad(sum(shares) / 2, logits), torch.autograd.grad(whole, logits))
+
+
+@slow
+def test_resume_refuses_what_is_not_the_interrupted_run():
+    options = ["--task", "translate", "--data", "pairs.tsv", "--epochs", "2", "--checkpoint", "x.pt", *SMALL]
     with working_directory():
-        Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
-        options = ["--task", "translate", "--data", "pairs.tsv", "--batch-size", "50", *SMALL]
-        with swapped(train, "Progress", interrupted_at(2, signal.SIGINT)):
+        write("pairs.tsv", PAIRS)
+        with swapped(train, "Progress", interrupted_at(2)):
             call(train.main, "--device", "cpu", *options)
-        status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--resume", "--d-model", "32")
-        assert status == 2 and "--d-model 32: the interrupted run has 16" in err
-        Path("pairs.tsv").write_text(PAIRS + "a\tb\n", encoding="utf-8")
-        status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--resume")
-        assert status == 2 and "pairs.tsv has changed" in err
+        for more, message in [(["--d-model", "32"], "--d-model 32: the interrupted run has 16"),
+                              (["--fused"], "--fused True: the interrupted run has False"),
+                              (["--steps", "9"], "--steps 9: the interrupted run has None"),
+                              (["--checkpoint", "y.pt"], "nothing to resume: y.pt holds no round of translate"),
+                              (["--task", "sentiment"], "nothing to resume: x.pt holds no round of sentiment")]:
+            status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--checkpoint", "x.pt", "--resume",
+                                  *more)
+            assert status == 2 and message in err, err
+        write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)
+        status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--checkpoint", "x.pt", "--resume")
+        assert status == 2 and "pairs.tsv is not what the interrupted run was trained on" in err
+        status, _, err = call(train.main, "--device", "cpu", *options)
+        assert status == 0 and "x.pt holds an unfinished run, step 1, which this one replaces" in err
+        assert "python train.py --task translate --checkpoint x.pt --resume" in err
 
 
-def test_a_loss_that_is_nan_stops_and_keeps_the_last_good_weights():
-    losses = iter([1.0] * 60 + [math.nan])
-    def target_loss(logits, *rest):
-        return logits.mean() * 0 + next(losses)
-    with working_directory(), swapped(train, "target_loss", target_loss):
-        status, out, _ = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "100", *SMALL)
-        assert status == 1 and "nan at step 61" in out
-        assert torch.load("checkpoints/copy.pt", weights_only=True)["step"] == 50
-
-
-def test_a_failed_write_keeps_the_old_checkpoint():
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-    with with_toys() as directory, swapped(os, "replace", fail):
+@slow
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_weights():
+    losses = iter([1.0] * 60 + [math.nan] * 40)
+    with working_directory():
+        with swapped(train, "mean_loss", lambda logits, *rest: logits.mean() * 0 + next(losses)):
+            status, out, _ = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "100", *SMALL)
+        assert status == 1 and out.count("not finite") == 1 and "best weights so far are in checkpoints/copy.pt" in out
         before = Path("checkpoints/copy.pt").read_bytes()
-        status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "2", *SMALL)
-        assert status == 2 and "No space left" in err.splitlines()[-1]
-        assert Path("checkpoints/copy.pt").read_bytes() == before
-        assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["copy.pt", "sentiment.pt"]
+        assert saved("checkpoints/copy.pt")["step"] == 50
+        with swapped(train.Copy, "evaluate", lambda *args: {"loss": math.nan, "accuracy": 0.0}):
+            status, out, _ = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "2", *SMALL)
+        assert status == 1 and "Nothing is saved" in out and Path("checkpoints/copy.pt").read_bytes() == before
 
 
+@slow
 def test_fused_trains_to_the_formulas_weights_and_bf16_close_to_them():
     def weights(*option):
         with working_directory():
-            run_train("--task", "copy", "--steps", "8", *SMALL, *option)
-            model = torch.load("checkpoints/copy.pt", weights_only=True)["model"]
-            return torch.cat([w.flatten() for w in model.values()])
+            run_train("--task", "copy", "--steps", "8", "--lr", "5e-4", *SMALL, *option)
+            return torch.cat([w.flatten() for w in saved("checkpoints/copy.pt")["model"].values()])
     formula, fused, bf16 = weights(), weights("--fused"), weights("--precision", "bf16")
     assert (fused - formula).abs().max() < 1e-3 and 1e-6 < (bf16 - formula).abs().mean() < 3e-3
 
 
+@slow
 def test_fused_reaches_every_attention_and_norm():
-    seen = []
-    with working_directory(), swapped(train.Copy, "evaluate", lambda task, model, device: seen.append(model) or {
-            "loss": 1.0, "accuracy": 0.0}):
+    with working_directory(), swapped(train.Copy, "evaluate", return_value={"loss": 1.0, "accuracy": 0.0}) as evaluate:
         run_train("--task", "copy", "--steps", "1", "--fused")
-    switches = [module.fused for module in seen[0].modules() if hasattr(module, "fused")]
+    switches = [module.fused for module in evaluate.call_args.args[0].modules() if hasattr(module, "fused")]
     assert len(switches) == 3 + 7 and all(switches)  # attentions and norms of one layer on each side
 
 
-def test_wrong_arguments_of_train_end_before_any_work():
+@slow
+def test_toys_take_one_thread_larger_models_and_the_users_word_more():
+    asked = []
+    before = torch.get_num_threads()
+    with working_directory(), swapped(train, "train", lambda *args: asked.append(torch.get_num_threads()) or 0):
+        torch.set_num_threads(2)
+        for environment, options in ({}, []), ({}, ["--d-model", "128"]), ({"OMP_NUM_THREADS": "2"}, []):
+            with mock.patch.dict(os.environ, environment):
+                if not environment:
+                    os.environ.pop("OMP_NUM_THREADS", None)
+                run_train("--task", "copy", *options)
+                assert torch.get_num_threads() == 2
+        torch.set_num_threads(before)
+    assert asked == [1, 2, 2]
+
+
+# --- train.py: files, devices, options
+
+
+@slow
+def test_a_failed_write_keeps_the_old_checkpoint():
+    with with_toys() as directory, swapped(os, "replace", side_effect=OSError(28, "No space left on device")):
+        before = Path("checkpoints/copy.pt").read_bytes()
+        status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "2", *SMALL)
+        assert status == 2 and "train.py: error: checkpoints/copy.pt: No space left on device\n" in err
+        assert Path("checkpoints/copy.pt").read_bytes() == before
+        assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["copy.pt", "sentiment.pt"]
+
+
+@slow
+def test_a_checkpoint_goes_where_a_link_or_a_tilde_points_and_never_over_a_foreign_file():
+    options = "--device", "cpu", "--task", "copy", "--steps", "1", *SMALL
+    with working_directory() as directory, mock.patch.dict(os.environ, HOME=str(directory), USERPROFILE=str(directory)):
+        os.mkdir("real")
+        os.symlink("real/target.pt", "link.pt")
+        for place, target in [("link.pt", "real/target.pt"), ("~/home.pt", "home.pt"), ("new/deep.pt", "new/deep.pt")]:
+            for _ in range(2):  # the second replaces the first
+                assert call(train.main, *options, "--checkpoint", place)[0] == 0 and saved(target)["task"] == "copy"
+        assert os.path.islink("link.pt") and not os.path.exists("~")
+        write("notes.pt", "my notes")
+        for place, message in [("notes.pt", "not a checkpoint"), ("notes.txt", "must end in .pt"), ("", "is empty"),
+                               ("x" * 260 + ".pt", "name too long"), ("real/target.pt/x.pt", "target.pt")]:
+            status, out, err = call(train.main, *options, "--checkpoint", place)
+            assert status == 2 and message in err and out == "" and len(err.splitlines()) == 1, err
+        assert Path("notes.pt").read_text() == "my notes"
+
+
+@slow
+def test_each_data_file_has_a_checkpoint_of_its_own():
+    with working_directory():
+        for name in "pairs.de-en.tsv", "copy.tsv":
+            write(name, PAIRS)
+        options = "--device", "cpu", "--task", "translate", "--steps", "1", *SMALL
+        status, out, _ = call(train.main, *options, "--data", "pairs.de-en.tsv")
+        assert status == 0 and os.listdir("checkpoints") == ["pairs.de-en.pt"]
+        assert "saved to checkpoints/pairs.de-en.pt\nask it: python translate.py --checkpoint checkpoints/pairs" in out
+        status, _, err = call(train.main, *options, "--data", "copy.tsv")
+        assert status == 2 and "checkpoints/copy.pt is the place of a toy" in err
+
+
+def test_wrong_arguments_of_train_are_one_line_before_any_work():
     with working_directory() as directory:
         for name, text in [("pairs.tsv", PAIRS), ("one-class.tsv", "a b\tyes\nc d\tyes\n"), ("one.tsv", "a b\tyes\n"),
-                           ("two.tsv", "a b\tyes\nc d\tno\n" * 5), ("odd.tsv", "a b\tmaybe\n"), ("file", "")]:
-            (directory / name).write_text(text, encoding="utf-8")
+                           ("two.tsv", "a b\tyes\nc d\tno\ne f\tno\n" * 5), ("odd.tsv", f"a b\t{'maybe ' * 50}\n"),
+                           ("swapped.tsv", "".join(f"{'pn'[i % 2]}\treview {i}\n" for i in range(30)))]:
+            write(name, text)
         before = sorted(directory.rglob("*"))
         for line, message in [
-                ("--task poem", "invalid choice"),
-                ("--device nonsense", "try --device cpu"),
-                ("--data two.tsv", "--data needs one task"),
-                ("--resume", "--resume needs one task"),
-                ("--checkpoint x.pt", "--checkpoint needs one task"),
-                ("--task copy --data two.tsv", "makes its own data"),
-                ("--task copy --epochs 3", "say --steps"),
-                ("--task copy --steps 3 --epochs 3", "not allowed with"),
+                ("--task poem", "invalid choice"), ("--device nonsense", "try --device cpu"),
+                ("--data two.tsv", "--data needs a --task of sentiment, translate; all is not one"),
+                ("--task copy --data two.tsv", "--data needs a --task of sentiment, translate; copy is not one"),
+                ("--resume", "--resume needs a --task of sentiment, copy"), ("--checkpoint x.pt", "--checkpoint needs a"),
+                ("--task copy --epochs 3", "use --steps"), ("--task copy --steps 3 --epochs 3", "not allowed with"),
                 ("--task copy --resume", "nothing to resume"),
                 ("--task sentiment --valid two.tsv", "--valid needs --data"),
-                ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
+                ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"), ("--task copy --data=", "is empty"),
                 ("--task sentiment --data one-class.tsv", "all training lines have the label 'yes'"),
-                ("--task sentiment --data one.tsv", "one line with text"),
-                ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe'"),
-                ("--task translate", "needs --data"),
-                ("--task translate --data .", "directory"),
+                ("--task sentiment --data one.tsv", "too few different texts"),
+                ("--task translate --data one.tsv", "too few different texts"),
+                ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines; a line is text<TAB>label"),
+                ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe maybe maybe maybe maybe maybe may…'"),
+                ("--task translate", "needs --data"), ("--task translate --data ..", "..: Is a directory"),
                 ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
-                ("--task copy --checkpoint .", "directory"),
-                ("--task copy --checkpoint file/x.pt", "file"),
+                ("--task copy --d-model 99999998", "a model of these sizes cannot be made"),
                 ("--steps 0", "at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "at least 1"),
-                ("--lr nan", "number"), ("--lr 0", "number"), ("--lr inf", "number"), ("--dropout 1", "below 1"),
-                ("--dropout x", "number"), ("--warmup -1", "at least 0"), ("--seed -1", "at least 0"),
-                ("--layers 0", "at least 1"), ("--heads 0", "at least 1"), ("--norm mid", "invalid choice")]:
+                ("--steps 9999999999", "and below"), ("--lr nan", "number"), ("--lr 0", "number"), ("--lr inf", "number"),
+                ("--dropout 1", "below 1"), ("--dropout x", "number"), ("--warmup -1", "at least 0"),
+                ("--seed -1", "at least 0"), ("--layers 0", "at least 1"), ("--heads 0", "at least 1"),
+                ("--norm mid", "invalid choice")]:
             status, out, err = call(train.main, "--device", "cpu", *line.split())
-            assert status == 2 and message in err.splitlines()[-1], (line, err)
+            assert status == 2 and err.startswith("train.py: error: ") and message in err, (line, err)
+            assert len(err.splitlines()) == 1 and len(err) < 260, err
         assert [path for path in sorted(directory.rglob("*")) if path.name != "checkpoints"] == before
 
 
-def test_help_names_every_option_with_its_default():
-    status, out, _ = call(train.main, "--help")
-    assert status == 0
-    for action in train.make_parser()._actions:
-        if action.dest != "help":
-            words = " ".join(out[out.index("\n  " + action.option_strings[0]):].split("\n  --")[1].split())
-            assert "default: " in words or not action.nargs is None, action.option_strings
+def test_what_is_typed_counts_before_the_recipe():
+    def options(line, defaults=train.Sentiment.recipe):
+        return train.with_defaults(line.split(), defaults)
+    assert vars(options(""))["epochs"] == 5 and vars(options(""))["d_model"] == 32 and options("").seed == 42
+    typed = options("--seed 0 --dropout 0 --warmup 0 --steps 7")
+    assert (typed.seed, typed.dropout, typed.warmup, typed.steps, typed.epochs) == (0, 0, 0, 7, None)
+    typed = options("--epochs 3", train.Copy.recipe)
+    assert (typed.steps, typed.epochs) == (None, 3)
+    for task in train.TASKS.values():
+        for recipe in filter(None, (task.recipe, task.data_recipe)):
+            assert recipe.keys() == train.Copy.recipe.keys() and (recipe["steps"] is None) != (recipe["epochs"] is None)
 
 
-def test_a_task_learns_from_pairs_in_a_file():
+@slow
+def test_devices():
+    code = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import torch, train
+assert train.pick_device("cpu") == torch.device("cpu") and not torch.cuda.is_initialized()  # cpu never touches CUDA
+for name in "nonsense", "cuda:99", "meta", "cpu:x":
+    try:
+        print("no error", train.pick_device(name))
+    except ValueError as error:
+        assert "try --device cpu" in str(error) and len(str(error).splitlines()) == 1, error
+torch.cuda.device_count = lambda: 2
+torch.zeros = lambda *size, device: torch.ones(())
+train.os.environ.update(TORCHELASTIC_RUN_ID="x", RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+assert train.pick_device("cuda") == torch.device("cuda:1")
+for name, processes in ("cuda:0", "2"), ("cuda", "4"):
+    train.os.environ["LOCAL_WORLD_SIZE"] = processes
+    try:
+        print("no error", name, processes)
+        train.pick_device(name)
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)  # CUDA once asked stays asked
+    assert done.returncode == 0 and done.stdout.count("needs a GPU of its own") == 2, done
+    with mock.patch.dict(os.environ, RANK="1", WORLD_SIZE="abc"):
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        assert train.rank_and_ranks() == (0, 1)  # without torchrun RANK means nothing
+
+
+@slow
+def test_training_works_in_a_thread():
     with working_directory():
-        Path("pairs.tsv").write_text(PAIRS, encoding="utf-8")
-        run_train("--task", "translate", "--data", "pairs.tsv", "--valid", "pairs.tsv", "--steps", "60",
-                  "--warmup", "10", "--batch-size", "200", "--dropout", "0", "--layers", "1", "--d-model", "32")
-        status, out, _ = call(translate.main, "--device", "cpu", "--checkpoint", "checkpoints/translate.pt", "a v")
-        assert (status, out) == (0, "v a\n")
+        result = []
+        thread = threading.Thread(target=lambda: result.append(train.main(["--device", "cpu", "--task", "copy", "--steps",
+                                                                           "1", *SMALL])))
+        with contextlib.redirect_stdout(io.StringIO()):
+            thread.start()
+            thread.join()
+        assert result == [0]
 
 
-def test_samples_go_round_the_held_out_data():
-    task = train.Copy.read(None)
-    model = task.build(task.config(argparse.Namespace(**task.recipe)))
-    assert task.samples(model, 1000) == task.samples(model, 0)
-
-
-def test_what_is_not_read_of_the_data_is_said():
-    pairs = PAIRS + f"{'a ' * 300}\tx\nb\tx\nc\t\n"
-    for task, words in [("sentiment", "1 texts have more than 256 tokens"), ("translate", "1 pairs of more than 128")]:
-        with working_directory():
-            Path("pairs.tsv").write_text(pairs, encoding="utf-8")
-            Path("valid.tsv").write_text(PAIRS, encoding="utf-8")
-            out = run_train("--task", task, "--data", "pairs.tsv", "--valid", "valid.tsv", "--steps", "1", *SMALL)
-            assert words in out and "pairs.tsv: 1 lines with an empty side left out" in out
-
-
-def test_an_option_of_zero_is_not_the_default():
-    args = train.make_parser().parse_args("--seed 0 --dropout 0 --warmup 0".split())
-    options = train.fill_in(args, "sentiment", None)
-    assert (options.seed, options.dropout, options.warmup) == (0, 0, 0)
-
-
-def test_a_checkpoint_never_takes_the_place_of_the_data_or_of_a_special_file():
-    with working_directory():
-        for name, other in [("pairs.tsv", "pairs.tsv"), ("pairs.resume.pt", "./pairs.pt")]:
-            Path(name).write_text(PAIRS, encoding="utf-8")
-            status, _, err = call(train.main, "--device", "cpu", "--task", "translate", "--data", name, "--steps", "1",
-                                  "--checkpoint", other, *SMALL)
-            assert status == 2 and f"would overwrite {name}" in err and Path(name).read_text("utf-8") == PAIRS
-        status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--checkpoint", os.devnull)
-        assert status == 2 and "a directory or a device" in err
-
-
-def test_a_csv_whose_columns_or_quotes_do_not_add_up_is_refused():
-    for name, data, message in [("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
-                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
-                                ("lines.csv", '"text\nlabel"\n', r"'text\nlabel'")]:
-        with working_directory():
-            Path(name).write_text(data, encoding="utf-8")
-            raises(ValueError, message, train.read_pairs, name, train.Sentiment.columns)
-
-
-def test_an_empty_file_name_is_an_error():
-    with working_directory():
-        for option in "--data", "--valid", "--checkpoint":
-            status, _, err = call(train.main, "--device", "cpu", "--task", "sentiment", option, "")
-            assert status == 2 and f"{option} is empty" in err
-
-
-def test_checkpoints_of_two_names_have_two_files_to_resume_from():
-    paths = [train.resume_path(Path(name)) for name in ("run.1", "run.2", "run.pt", "a.b/run")]
-    assert len(set(paths)) == 4 and paths[2] == Path("run.resume.pt")
-
-
-def test_a_signal_in_the_last_evaluation_of_a_task_ends_the_run_before_the_next():
-    def evaluate(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return {"loss": 1.0, "accuracy": 0.5}
-    with working_directory(), swapped(train.Sentiment, "evaluate", evaluate):
-        assert call(train.main, "--device", "cpu", "--steps", "2", *SMALL)[0] == 130
-        assert os.listdir("checkpoints") == ["sentiment.pt"]
-
-
-def test_weights_that_give_a_nan_are_never_saved():
-    with with_toys(), swapped(train.Copy, "evaluate", lambda *args: {"loss": math.nan, "accuracy": 0.0}):
-        before = Path("checkpoints/copy.pt").read_bytes()
-        status, out, _ = call(train.main, "--device", "cpu", "--task", "copy", "--steps", "2", *SMALL)
-        assert status == 1 and "held-out loss is nan at step 2" in out
-        assert Path("checkpoints/copy.pt").read_bytes() == before
-
-
-def test_absurd_numbers_are_an_error_before_any_work():
-    with working_directory():
-        for option, value in [("--steps", 10 ** 30), ("--layers", 2 ** 31), ("--d-ff", 2 ** 63), ("--d-model", 2 ** 31),
-                              ("--batch-size", 10 ** 12), ("--warmup", "9" * 5000)]:
-            status, _, err = call(train.main, "--device", "cpu", "--task", "copy", option, str(value))
-            assert status == 2 and "and below" in err.splitlines()[-1] and len(err.splitlines()[-1]) < 150
-
-
-def test_a_state_to_resume_that_lacks_something_is_refused():
-    with working_directory():
-        with swapped(train, "Progress", interrupted_at(2, signal.SIGINT)):
-            call(train.main, "--device", "cpu", "--task", "copy", "--steps", "5", *SMALL)
-        whole = torch.load("checkpoints/copy.resume.pt", weights_only=True)
-        for state in [3, {"options": 3}, {**whole, "options": {"task": "copy"}},
-                      *({k: v for k, v in whole.items() if k != key} for key in whole)]:
-            torch.save(state, "checkpoints/copy.resume.pt")
-            status, _, err = call(train.main, "--device", "cpu", "--task", "copy", "--resume")
-            assert status == 2 and "not the state of an interrupted copy run" in err
-
-
-def test_closed_and_full_outputs_are_no_traceback_and_stay_apart():
+@slow
+def test_closed_full_and_legacy_outputs():
     with with_toys():
+        write("euro.tsv", "".join(f"e {a}\t€ {a}\n" for a in "abcdefgh" for _ in range(9)))
+        run_train("--task", "translate", "--data", "euro.tsv", "--epochs", "30", "--lr", "0.01", "--dropout", "0",
+                  "--batch-size", "40", *SMALL)
         for script, argv, shell, status, out, err in [
-                ("train.py", "--help", ">&-", 0, "", ""),
-                ("translate.py", "1 2", "2>&-", 0, "1 2\n", ""),  # --device auto speaks on stderr
-                ("translate.py", "--device cpu 1 2", ">/dev/full", 2, "", "No space left"),
-                ("translate.py", "--device cpu", "0>out", 2, "", "Bad file descriptor")]:
-            done = subprocess.run(f"'{sys.executable}' '{HERE / script}' {argv} {shell}", shell=True, text=True,
-                                  capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            assert (done.returncode, done.stdout) == (status, out) and err in done.stderr, (script, shell, done)
+                ("translate.py", "--device cpu --evaluate", "| true; exit ${PIPESTATUS[0]}", 141, b"", ""),
+                ("translate.py", "--device cpu 1 2", ">&-", 0, b"", ""),
+                ("translate.py", "1 2", "2>&-", 0, b"1 2\n", ""),  # --device auto speaks on stderr
+                ("translate.py", "--device cpu 1 2", ">/dev/full", 2, b"", "translate.py: error: stdin or stdout: No space left"),
+                ("translate.py", "--device cpu", "0>out", 2, b"", "Bad file descriptor"),
+                ("translate.py", "--device cpu --checkpoint checkpoints/euro.pt e a", "", 0, "€ a\n".encode(), "")]:
+            done = subprocess.run(["bash", "-c", f"'{sys.executable}' -W error '{HERE / script}' {argv} {shell}"],
+                                  capture_output=True,
+                                  env={**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C", "PYTHONUTF8": "0",
+                                       "PYTHONCOERCECLOCALE": "0"})
+            assert (done.returncode, done.stdout) == (status, out) and err in done.stderr.decode(), (script, shell, done)
             assert len(done.stderr.splitlines()) <= 1, done.stderr
 
 
-def test_a_reader_that_is_gone_is_not_a_checkpoint_that_cannot_be_written():
-    class Gone(io.StringIO):
+def test_run_meets_every_kind_of_stream_and_error():
+    def failing(error):
+        def main(argv=None):
+            raise error
+        return main
+
+    class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
-    with working_directory(), contextlib.redirect_stdout(Gone()):
-        raises(BrokenPipeError, "", train.main, ["--device", "cpu", "--task", "copy", "--steps", "2", *SMALL])
-
-
-def test_a_name_too_long_for_the_file_to_resume_from_is_noticed_before_training():
-    with working_directory():
-        status, out, err = call(train.main, "--device", "cpu", "--task", "copy", "--checkpoint", "x" * 245 + ".pt")
-        assert status == 2 and out == "" and "name too long" in err
-
-
-def test_without_torchrun_RANK_means_nothing():
-    before = dict(os.environ)
-    try:
-        os.environ.update(RANK="1", WORLD_SIZE="abc")
-        assert train.rank_and_ranks() == (0, 1)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    for error, status, message in [(OSError(28, "No space", "x.pt"), 2, "test_all.py: error: x.pt: No space\n"),
+                                   (BrokenPipeError(32, "Broken pipe"), 141, ""),
+                                   (KeyboardInterrupt("; goes on"), 130, "test_all.py: interrupted; goes on\n")]:
+        found, _, err = call(failing(error))
+        assert (found, err.lstrip("\n")) == (status, message)
+    with working_directory(), swapped(sys, "stdout", Closed()):
+        raises(SystemExit, "141", train.run, train.main, ["--device", "cpu", "--task", "copy", "--steps", "2", *SMALL])
+    with working_directory(), swapped(sys, "stdout", None):
+        raises(SystemExit, "0", train.run, train.main, ["--device", "cpu", "--task", "copy", "--steps", "1", *SMALL])
 
 
 # --- translate.py
 
 
-def test_translate_copies_the_symbols_of_its_arguments():
+@slow
+def test_translate_answers_its_arguments():
     with with_toys():
-        assert call(translate.main, "--device", "cpu", "3", "1", "4", "1", "5") == (0, "3 1 4 1 5\n", "")
+        sentiment = "--checkpoint", "checkpoints/sentiment.pt"
+        for argv, answer, message in [(["3", "1", "4", "1", "5"], r"3 1 4 1 5", ""), (["3 1", "4"], "3 1 4", ""),
+                                      (["3", "1", "--beams", "3"], "3 1", ""),
+                                      ([*sentiment, "the", "film was", "never dull"], "positive\t(0.9..|1.000)", ""),
+                                      ([*sentiment, "I", "really loved it"], r"(posi|nega)tive\t[01]\.\d\d\d",
+                                       "3 of 4 words are unknown to this model\n"),
+                                      ([*sentiment, "the film was not very bad at all"], r"positive\t[01]\.\d\d\d",
+                                       "8 tokens; this model reads the first 6\n")]:
+            status, out, err = call(translate.main, "--device", "cpu", *argv)
+            assert status == 0 and re.fullmatch(answer + "\n", out) and err == message, (argv, out, err)
 
 
+@slow
 def test_translate_answers_each_line_in_order_and_names_the_bad_ones():
-    lines = ["10 9 8", "", "1 2 x", "7", "1 2 3 4 5 6 7 8 9 10 1", "  2   2 ", "\ufeff4 4\r"]
+    lines = ["10 9 8", "", "1 2 x", "7", "1 2 3 4 5 6 7 8 9 10 1", "  2   2 ", "\ufeff4 4\r", "1 " * 500_001]
     with with_toys():
         status, out, err = call(translate.main, "--device", "cpu", stdin="\n".join(lines).encode() + b"\n\xff\n6")
-    assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "6", ""]
-    assert status == 2 and [line[:21] for line in err.splitlines()] == [f"translate.py: line {i}:" for i in (3, 5, 8)]
+        assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "", "6", ""]
+        assert status == 2 and [line[:21] for line in err.splitlines()] == [f"translate.py: line {i}:" for i in (3, 5, 8, 9)]
+        assert "1,000,003 characters" in err  # with its end
+        texts = "the film was good\n\nso dull today\nthe film was never ever bad at all\n"
+        with swapped(sys, "stdin", io.StringIO(texts)):  # a notebook's: text, no buffer
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                assert translate.main(["--device", "cpu", "--checkpoint", "checkpoints/sentiment.pt"]) == 0
+        assert [line.split("\t")[0] for line in out.getvalue().split("\n")[:3]] == ["positive", "", "negative"]
+        assert err.getvalue() == ("2 of 13 words are unknown to this model\n"
+                                  "1 texts were cut off, the first at: 8 tokens; this model reads the first 6\n")
 
 
+@slow
 def test_translate_gives_a_file_the_same_answers_in_any_block():
     lines = [" ".join(str(1 + (i * j) % 10) for j in range(1, 2 + i % 10)) for i in range(120)]
     with with_toys():
         task, model, _ = train.load_or_train("copy", None, "cpu")
-        rows = [task.source_ids(model, line) for line in lines]
-        assert translate.answer(task, model, rows) == lines  # more than one batch
-        assert [translate.answer(task, model, [row])[0] for row in rows[:20]] == lines[:20]
+        rows = [task.model_ids(model, line) for line in lines]
+        for beams in 1, 2:
+            assert translate.answer(task, model, rows, beams) == lines  # more than one batch
+        assert [translate.answer(task, model, [row], 1)[0] for row in rows[:20]] == lines[:20]
 
 
-def test_translate_evaluates_on_held_out_sequences():
+@slow
+def test_translate_scores_a_model():
     with with_toys():
-        assert call(translate.main, "--device", "cpu", "--evaluate") == (
-            0, "exact match 100.0% on 1,000 held-out sequences\n", "")
+        def evaluated(*argv):
+            status, out, err = call(translate.main, "--device", "cpu", "--evaluate", *argv)
+            assert status == 0, err
+            return out.splitlines()
+        assert re.fullmatch(r"greedy exact match 100\.0%, loss 0\.00\d on 1,000 examples", *evaluated())
+        lines = evaluated("--checkpoint", "checkpoints/sentiment.pt")
+        assert re.fullmatch(r"accuracy 100\.0%, loss 0\.\d\d\d on 216 examples", lines[0])
+        assert lines[1:] == ["negative: recall 100.0% of 122", "positive: recall 100.0% of 94"]
+        write("three.tsv", "the film was good\tpositive\nthe film was bad\tpositive\nthis story is dull\tnegative\n")
+        lines = evaluated("--checkpoint", "checkpoints/sentiment.pt", "--data", "three.tsv")
+        assert lines[0].startswith("accuracy 66.7%, loss") and lines[1:] == ["negative: recall 100.0% of 1",
+                                                                            "positive: recall 50.0% of 2"]
 
 
+@slow
+def test_a_translation_is_learned_from_pairs_in_a_file_and_scored_with_bleu():
+    def corpus_bleu(generated, targets, **options):
+        assert options == {"tokenize": "none", "force": True}
+        return argparse.Namespace(score=100 * sum(a == b for a, b in zip(generated, *targets)) / len(generated))
+    with working_directory():
+        run_train("--task", "translate", "--data", write("pairs.tsv", PAIRS), "--valid", "pairs.tsv", "--steps", "60",
+                  "--warmup", "10", "--batch-size", "200", "--dropout", "0", "--layers", "1", "--d-model", "32")
+        options = "--device", "cpu", "--checkpoint", "checkpoints/pairs.pt"
+        assert call(translate.main, *options, "a v") == (0, "v a\n", "")
+        write("pairs.tsv", PAIRS + "a b c d\tA B\n")  # too long for the model: left out of the loss, wrong for BLEU
+        argv = *options, "--evaluate", "--data", "pairs.tsv", "--beams", "2"
+        with mock.patch.dict(sys.modules, sacrebleu=argparse.Namespace(corpus_bleu=corpus_bleu)):
+            status, out, _ = call(translate.main, *argv)
+        assert status == 0 and re.match(r"teacher-forced accuracy 100.0%, loss \d.\d\d\d on 25 examples\nBLEU 96.2 with 2 b", out)
+        with mock.patch.dict(sys.modules, sacrebleu=None):
+            assert "no BLEU: pip install sacrebleu" in call(translate.main, *argv)[1]
+
+
+@slow
 def test_translate_trains_a_missing_default_checkpoint_first_and_says_so():
-    asked = []
-    with working_directory(), swapped(train, "train", lambda *args: asked.append(args[0]) or 1):
+    with working_directory(), swapped(train, "train", return_value=1) as asked:
         status, out, err = call(translate.main, "--device", "cpu", "1")
-    assert status == 1 and out == "" and "not there yet; training it first" in err and type(asked[0]) is train.Copy
+    assert status == 1 and out == "" and "not there yet; training it first" in err
+    assert type(asked.call_args.args[0]) is train.Copy
 
 
+@slow
 def test_wrong_arguments_of_translate_are_one_line():
     with with_toys():
-        Path("text.pt").write_text("hello")
-        damaged = bytearray(Path("checkpoints/copy.pt").read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        Path("damaged.pt").write_bytes(damaged)
-        Path("short.pt").write_bytes(damaged[:5000])
+        write("text.pt", "hello")
+        whole = Path("checkpoints/copy.pt").read_bytes()
+        write("short.pt", whole[:5000])
         torch.save({"model": {"weight": torch.zeros(3)}}, "foreign.pt")
         torch.save(torch.nn.Linear(2, 2), "code.pt")
-        torch.save(torch.zeros(3), "tensor.pt")
-        copy = torch.load("checkpoints/copy.pt", weights_only=True)
-        Path("tail.pt").write_bytes(Path("checkpoints/copy.pt").read_bytes()[-3000:])
-        for name, part in [("words", {"vocab": {"symbols": copy["vocab"]["symbols"][:6]}}),
-                           ("types", {"vocab": {"symbols": list(range(14))}}), ("history", {"history": [3]}),
-                           ("seed", {"seed": None}),
-                           ("huge", {"config": {**copy["config"], "max_len": 10 ** 30}})]:
-            torch.save({**copy, **part}, f"{name}.pt")
+        torch.save({**saved("checkpoints/copy.pt"), "task": "poem"}, "poem.pt")
+        torch.save({**saved("checkpoints/copy.pt"), "config": {}}, "config.pt")
+        torch.save({k: v for k, v in saved("checkpoints/copy.pt").items() if k != "history"}, "part.pt")
+        run_train("--task", "translate", "--data", write("pairs.tsv", PAIRS), "--steps", "1", *SMALL)
         for argv, message in [(["3", "11"], "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
-                              (["0"], "not a symbol"), (["-1"], "not a symbol"), ([" "], "0 tokens"),
-                              (["1"] * 11, "11 tokens; this model reads 1 to 10"),
-                              (["--evaluate", "3"], "takes no text"),
+                              (["0"], "not a symbol"), (["-1"], "not a symbol"), ([" "], "0 tokens"), (["<eos>"], "not a sy"),
+                              (["1"] * 11, "11 tokens; this model reads 1 to 10"), (["--beams", "0"], "at least 1"),
+                              (["--evaluate", "3"], "takes no text"), (["--data", "pairs.tsv", "1"], "is for --evaluate"),
+                              (["--evaluate", "--data", "pairs.tsv"], "Copy draws its examples"),
+                              (["--evaluate", "--checkpoint", "checkpoints/pairs.pt"], "--evaluate needs --data FILE"),
                               (["--checkpoint", "nowhere.pt", "3"], "nowhere.pt: No such file"),
-                              (["--checkpoint", ".", "3"], "directory"),
-                              (["--checkpoint", "checkpoints/sentiment.pt", "3"], "holds a sentiment model"),
-                              (["--checkpoint", "text.pt", "3"], "not a checkpoint"),
-                              (["--checkpoint", "damaged.pt", "3"], "damaged"),
-                              (["--checkpoint", "short.pt", "3"], "not a checkpoint"),
-                              (["--checkpoint", "foreign.pt", "3"], "not a checkpoint"),
-                              (["--checkpoint", "code.pt", "3"], "not a checkpoint"),
-                              *((["--checkpoint", f"{name}.pt", "3"], f"{name}.pt: not a checkpoint") for name in
-                                ("tensor", "tail", "words", "types", "history", "seed", "huge")),
+                              (["--checkpoint", ".", "3"], "directory"), (["--checkpoint", "", "3"], "is empty"),
+                              *((["--checkpoint", f"{name}.pt", "3"], f"{name}.pt: not a checkpoint that") for name in
+                                ("text", "short", "foreign", "code", "config")),
+                              (["--checkpoint", "poem.pt", "3"], "the task 'poem' is unknown"),
+                              (["--checkpoint", "part.pt", "3"], "a key is missing"),
                               (["--device", "nonsense", "3"], "try --device cpu")]:
             status, out, err = call(translate.main, "--device", "cpu", *argv)
-            assert status == 2 and out == "" and message in err.splitlines()[-1], (argv, err)
+            assert status == 2 and out == "" and message in err and len(err.splitlines()) == 1, (argv, err)
 
 
 # --- visualize.py
@@ -1952,7 +2172,7 @@ def no_causal(right, ids, pad_idx=0):
     return make_padding_mask(ids, pad_idx)
 
 
-@drill(train.shift, test_the_label_is_the_input_one_step_later)
+@drill(train.shift, test_the_label_is_the_decoder_input_one_step_later)
 def no_shift(right, tgt):
     """labels not shifted: the decoder input is the label"""
     return tgt[:, :-1], tgt[:, :-1]

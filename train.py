@@ -166,7 +166,7 @@ class Progress:
 
     def __init__(self, name, step, steps):
         self.name, self.first, self.steps = name, step, steps
-        self.live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.live = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.started = time.monotonic()
         self.begin_round()
 
@@ -610,9 +610,9 @@ def join_tokens(tokens):
     return NO_SPACE.sub("", line) if re.search(f"[{CJK}]", line) else line
 
 
-def shorten(text):
-    """The text, cut to 40 characters for a message."""
-    return text if len(text) <= 40 else f"{text[:39]}…"
+def shorten(text, most=40):
+    """The text, cut for a message."""
+    return text if len(text) <= most else f"{text[:most - 1]}…"
 
 
 def make_vocab(texts):
@@ -675,7 +675,9 @@ def read_pairs(path, columns):
     """
     is_csv = str(path).lower().endswith(".csv")
     rows = read_rows(path) if is_csv else read_rows(path, delimiter="\t", quoting=csv.QUOTE_NONE)
-    line, first = next(rows, (1, []))
+    line, first = next(rows, (1, None))
+    if first is None:
+        raise ValueError(f"{path}: no line with text in it")
     header = [name.strip().lower() for name in first]
     where = [next((header.index(name) for name in names if name in header), None) for names in columns]
     if None in where and is_csv:
@@ -789,9 +791,9 @@ def load_checkpoint(path, device):
             model.load_state_dict(checkpoint["model"])
             return task, model.to(device).eval(), checkpoint
         reason = f"the task {checkpoint['task']!r} is unknown" if not known else "a key is missing"
-    except OSError:
-        raise  # the file cannot be read
     except Exception as error:  # a file of any content comes here, and torch.load refuses in many ways
+        if isinstance(error, OSError) and error.filename:
+            raise  # it cannot be opened
         reason = type(error).__name__
     raise ValueError(f"{path}: not a checkpoint that this train.py wrote ({reason})")
 
@@ -824,7 +826,7 @@ def pick_device(name):
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except Exception as error:  # what torch raises here differs by device and version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 80)
         raise ValueError(f"--device {name} cannot be used here; try --device cpu ({reason})") from None
     return device
 
@@ -855,8 +857,8 @@ def set_seed(*numbers):
 
 
 def print_notice(message):
-    """A line on stderr; under torchrun one process prints it."""
-    if rank_and_ranks()[0] == 0:
+    """A line on stderr, if it is not closed; under torchrun one process prints it."""
+    if rank_and_ranks()[0] == 0 and sys.stderr is not None:
         print(message, file=sys.stderr, flush=True)
 
 
@@ -955,7 +957,7 @@ def prepare(name, typed, argv):
     """What can be wrong with the arguments, the data and the files is found here, before any training: the arguments
     of train but for the device. None if the run that is to be resumed is complete."""
     path = Path(typed.checkpoint or default_path(Path(typed.data).stem if typed.data else name))
-    if path.suffix != ".pt":
+    if typed.checkpoint and path.suffix != ".pt":
         raise ValueError(f"--checkpoint {path}: the name must end in .pt")
     if typed.data and path == default_path(path.stem) and path.stem in TASKS:
         raise ValueError(f"{path} is the place of a toy; choose another one with --checkpoint")
@@ -977,7 +979,7 @@ def prepare(name, typed, argv):
     args.task = name
     if typed.resume:
         for key, value in saved_options(args).items():
-            if value != saved["options"][key]:
+            if value not in (None, saved["options"][key]):
                 raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has {saved['options'][key]}; "
                                  f"without --resume a new one begins")
     if args.epochs and TASKS[name].columns is None:
@@ -1003,7 +1005,7 @@ def main(argv=None):
     """Returns the exit status."""
     rank, ranks = rank_and_ranks()
     if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
+        sys.stdout = None  # one process prints
     parser = make_parser()
     typed = parser.parse_args(argv)
     names = ["sentiment", "copy"] if typed.task == "all" else [typed.task]
@@ -1042,16 +1044,13 @@ def run(main, argv=None):
     """Call a script's main and exit with its status: the one place that meets a world of full disks, closed pipes,
     legacy encodings and streams that are no files."""
     script = Path(main.__code__.co_filename).name
-    for name in "stdout", "stderr":
-        stream = getattr(sys, name)
-        if stream is None:  # closed: print(file=None) would go to the other one
-            setattr(sys, name, open(os.devnull, "w"))
-        elif hasattr(stream, "reconfigure"):  # a notebook's has not
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):  # a notebook's is another kind, a closed one is None
             utf8 = not stream.isatty() and "PYTHONIOENCODING" not in os.environ  # what was read is UTF-8, too
             stream.reconfigure(encoding="utf-8" if utf8 else None, errors="backslashreplace")
     try:
         status = main(argv)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except KeyboardInterrupt as error:
         print_notice(f"\n{script}: interrupted{error}")
         status = 130
