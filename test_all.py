@@ -1042,13 +1042,13 @@ def test_what_was_read_is_told_before_training():
         assert status == 0 and out.split("\n")[:3] == [
             "data.tsv: 42 lines for training; 2 for validation, in valid.tsv, 1 of them also in the training set",
             "labels: pos 21, neg 20, Pos 1",
-            "words: 23 that the training set has at least twice; 33.3% of the validation set are unknown"], out
+            "words: 23 known, seen at least twice in training; 33.3% of the validation set's are unknown"], out
         assert "data.tsv: 1 texts have more than 256 tokens; only their first 256 are read\n" in err
         write("pairs.tsv", PAIRS + f"{'a ' * 129}\tx\n{'a ' * 128}\tA\nc\t\n")
         status, out, err = call(train.main, "--device", "cpu", "--task", "translate", "--data", "pairs.tsv",
                                 "--valid", "pairs.tsv", "--steps", "1", *SMALL)
         assert status == 0 and "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
-        assert "source words: 10 that" in out and "target words: 10 that" in out
+        assert "source words: 10 known" in out and "target words: 10 known" in out
         assert "1 pairs of more than 128 tokens left out" in err and "1 lines with an empty side left out" in err
         assert torch.load("checkpoints/pairs.pt", weights_only=True)["config"]["max_len"] == 129  # the longest and EOS
 

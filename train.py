@@ -118,13 +118,12 @@ class Run:
         self.step, self.history = 0, []
 
     def state_dict(self):
-        return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
-                    scheduler=self.scheduler.state_dict(), step=self.step, history=self.history)
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        return dict(parts, step=self.step, history=self.history)
 
     def load_state_dict(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        for name in "model", "optimizer", "scheduler":
+            getattr(self, name).load_state_dict(state[name])
         self.step, self.history = state["step"], state["history"]
 
 
@@ -202,18 +201,16 @@ class Task:
     """What the training loop and the other scripts ask of a task. An example is a tuple of what is read, a list of ids,
     and what is expected; a batch is a tuple of tensors, ids as (batch, len). Beside what stands here a task has
 
-        columns                     names that the two columns of its file may have; None: it has no file
-        recipe, data_recipe         default hyperparameters without and with --data; None: there is no such way
-        metric, question            what its accuracy counts; an example of what to ask the model
-        __init__(vocab)             {name: list of strings}, kept as .vocab and saved; sets .vocabulary, of what is read
-        read(args)                  class method: the task with .train and .valid, lists of examples
-        config(args), build(config) the numbers that make the model, saved beside its weights; the model
-        encode(text)                the ids of what is read; most_tokens(model): how many tokens of it a model takes
-        encode_pairs(pairs, path)   lines of a file as examples
-        batch(examples)             examples as a batch
-        predict(model, batch)       logits (labels, classes) and labels (labels), IGNORE where nothing is expected
-        answers(model, rows)        rows of ids -> the model's answers, a line each
-        samples(model, number)      after that round: lines that show answers and labels
+        columns                 names that the two columns of its file may have; None: it has no file
+        recipe, data_recipe     default hyperparameters without and with --data; None: there is no such way
+        metric, question        what its accuracy counts; an example of what to ask the model
+        __init__(vocab)         vocab is {name: list of strings}, kept and saved; .vocabulary is the Vocab of what is read
+        read(args)              class method: the task with .train and .valid, lists of examples
+        config(args)            the arguments of build(config), which makes the model; saved beside its weights
+        encode(text)            the ids of what is read; a model takes most_tokens(model) of them
+        encode_pairs(pairs, path), batch(examples)      lines of a file as examples; examples as a batch
+        predict(model, batch)   logits (labels, classes) and labels (labels), IGNORE where nothing is expected
+        answers(model, rows), samples(model, number)    lines: what the model makes of rows of ids; some, with labels
 
     A task that draws its examples inherits all of that from Copy: symbols, most, draw and a recipe of its own will do.
     """
@@ -246,8 +243,7 @@ class Task:
         return None
 
     def model_ids(self, model, text, report_cut=None):
-        """The ids of a text that this model can read. ValueError for one without a token or, if it is not to be cut
-        off, with too many; report_cut is called with a message about what is."""
+        """The ids of a text that this model can read. ValueError for no token or, if nothing is to be cut, too many."""
         ids, most = self.encode(text), self.most_tokens(model)
         count = count_unknown(ids)[1]
         if count == 0 or count > most and not self.cuts_off:
@@ -668,16 +664,11 @@ def read_rows(path, **dialect):
 
 
 def read_pairs(path, columns):
-    """A file's lines as pairs of strings; lines with an empty side are left out.
-
-    columns are the names that each of the two may have. A .csv has a header that names them; a .tsv has two columns, or
-    such a header. ValueError for a file that cannot be understood, with the line's number.
-    """
+    """A file's lines as pairs of strings; lines with an empty side are left out. columns: the names that each of the two
+    may have in the header of a .csv; a .tsv has two columns, or such a header. ValueErrors name the line."""
     is_csv = str(path).lower().endswith(".csv")
     rows = read_rows(path) if is_csv else read_rows(path, delimiter="\t", quoting=csv.QUOTE_NONE)
-    line, first = next(rows, (1, None))
-    if first is None:
-        raise ValueError(f"{path}: no line with text in it")
+    line, first = next(rows, (1, ["", ""]))
     header = [name.strip().lower() for name in first]
     where = [next((header.index(name) for name in names if name in header), None) for names in columns]
     if None in where and is_csv:
@@ -705,11 +696,8 @@ def read_pairs(path, columns):
 
 
 def hold_out(pairs, seed, labelled):
-    """A seeded tenth of the pairs apart, from one pair to 2,000: training pairs, validation pairs.
-
-    Pairs with the same text stay together; labelled, one text of each label stays in training. None if nothing is left
-    to hold out.
-    """
+    """A seeded tenth of the pairs apart, from one pair to 2,000: training pairs, validation pairs. Equal texts stay
+    together and, labelled, one text of each label in training."""
     counts = Counter(text for text, _ in pairs)
     in_training = set({label: text for text, label in pairs}.values()) if labelled else set()
     candidates = [text for text in counts if text not in in_training]
@@ -746,8 +734,8 @@ def read_split(args, columns, labelled=False):
 def vocabulary_line(name, vocab, texts):
     """What is known of the validation texts, lists of ids."""
     unknown, tokens = map(sum, zip(*map(count_unknown, texts)))
-    return (f"{name}: {len(vocab) - len(SPECIAL):,} that the training set has at least twice; "
-            f"{unknown / tokens:.1%} of the validation set are unknown")
+    return (f"{name}: {len(vocab) - len(SPECIAL):,} known, seen at least twice in training; "
+            f"{unknown / tokens:.1%} of the validation set's are unknown")
 
 
 # ------------------------------------------------------------------------------ checkpoints, device, ranks and seeds
@@ -899,34 +887,33 @@ def number(kind, low, below=10 ** 9):
 def make_parser():
     recipes = {name: task.recipe for name, task in TASKS.items() if task.recipe}
     recipes.update({f"{name} --data": task.data_recipe for name, task in TASKS.items() if task.data_recipe})
-
-    def default(key):
-        values = (f"{name} {recipe[key]}" for name, recipe in recipes.items() if recipe[key] is not None)
-        return f"(default: {', '.join(values)})"
-
     parser = Parser("train.py", __doc__)
-    add = parser.add_argument
+    add, length = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("--task", choices=["all", *TASKS], default="all", help="all is sentiment and copy (default: all)")
     add("--data", metavar="FILE", type=file_path, help="train on this file (default: the toy)")
     add("--valid", metavar="FILE", type=file_path, help="the validation set (default: a tenth of --data)")
     add("--checkpoint", metavar="PATH", type=file_path,
         help="a .pt file for the best weights (default: checkpoints/<task, or the name of the data file>.pt)")
     add("--resume", action="store_true", help="go on with the interrupted run there (default: off)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=number(int, 1), help=f"passes over the training set {default('epochs')}")
-    length.add_argument("--steps", type=number(int, 1), help=f"or batches in all {default('steps')}")
-    add("--batch-size", type=number(int, 1), metavar="N",
-        help=f"examples in a batch; translate: source or target tokens {default('batch_size')}")
-    add("--lr", type=number(float, 1e-9, 10), help=f"the peak learning rate {default('lr')}")
-    add("--warmup", type=number(int, 0), metavar="STEPS",
-        help=f"steps until it is reached; then it falls to 0 along half a cosine {default('warmup')}")
-    add("--dropout", type=number(float, 0, 1), help=default("dropout"))
-    add("--layers", type=number(int, 1), help=f"on each side {default('layers')}")
-    add("--d-model", type=number(int, 1), metavar="N", help=default("d_model"))
-    add("--heads", type=number(int, 1), help=default("heads"))
-    add("--d-ff", type=number(int, 1), metavar="N", help=f"width of the feed-forward {default('d_ff')}")
-    add("--norm", choices=["pre", "post"], help=f"before or after each sublayer {default('norm')}")
-    add("--seed", type=number(int, 0, 2 ** 63), default=42, help="the same seed, the same weights (default: 42)")
+    whole = dict(type=number(int, 1), metavar="N")
+    for add_option, name, form, text in [
+            (length, "--epochs", whole, "passes over the training set"),
+            (length, "--steps", whole, "or batches in all"),
+            (add, "--batch-size", whole, "examples in a batch; translate: source or target tokens"),
+            (add, "--lr", dict(type=number(float, 1e-9, 10), metavar="RATE"), "the peak learning rate"),
+            (add, "--warmup", dict(type=number(int, 0), metavar="STEPS"),
+             "steps until it is reached; then it falls to 0 along half a cosine"),
+            (add, "--dropout", dict(type=number(float, 0, 1), metavar="RATE"), "in every part of the model"),
+            (add, "--layers", whole, "on each side"),
+            (add, "--d-model", whole, "width of a token's vector"),
+            (add, "--heads", whole, "of each attention"),
+            (add, "--d-ff", whole, "width of the feed-forward"),
+            (add, "--norm", dict(choices=["pre", "post"]), "before or after each sublayer")]:
+        key = name[2:].replace("-", "_")
+        values = (f"{task} {recipe[key]}" for task, recipe in recipes.items() if recipe[key] is not None)
+        add_option(name, help=f"{text} (default: {', '.join(values)})", **form)
+    add("--seed", metavar="N", type=number(int, 0, 2 ** 63), default=42,
+        help="the same seed, the same weights (default: 42)")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast (default: fp32)")
     add("--fused", action="store_true",
         help="PyTorch's kernels for attention and norm instead of the formulas (default: off)")
