@@ -1004,7 +1004,7 @@ def test_bad_data_files_are_one_line_with_the_place():
                                 ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 columns, the header has 2"),
                                 ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
                                 ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
-                                ("none.csv", "", "no line with text")]:
+                                ("none.csv", "", "no column")]:
         with working_directory():
             raises(ValueError, [name, message], train.read_pairs, write(name, data), COLUMNS)
 
