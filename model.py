@@ -226,7 +226,7 @@ def beam_decode(model, src, max_len, beams=4, *, bos=BOS, eos=EOS, pad=PAD, unk=
             parent, token = place // scores.size(2), place % scores.size(2)
             old = torch.arange(rows.numel(), device=src.device)[:, None], parent
             total = torch.where(finished[old], total[old], best)
-            finished = finished[old] | ((token == eos) & total.isfinite())  # no sequence, no end
+            finished = finished[old] | ((token == eos) & total.isfinite())  # an empty slot cannot
             tgt = torch.cat([tgt[old], token[:, :, None]], dim=2)  # (rows, beams, step + 2)
 
             going = (total.isfinite() & ~finished).any(dim=1) & (step + 1 < max_len)
