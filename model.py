@@ -218,15 +218,15 @@ def beam_decode(model, src, max_len, beams=4, *, bos=BOS, eos=EOS, pad=PAD, unk=
 
         for step in range(max_len):
             logits = next_logits(model, memory, src_mask, tgt.flatten(0, 1), cache, [pad, bos, unk])
-            log_p = F.log_softmax(logits.float(), dim=-1).unflatten(0, total.shape)  # (rows, beams, tgt_vocab)
-            scores = total[:, :, None] + log_p
+            log_p = F.log_softmax(logits.float(), dim=-1)  # in bfloat16 close ones would be equal
+            scores = total[:, :, None] + log_p.unflatten(0, total.shape)  # (rows, beams, tgt_vocab)
             scores[finished] = float("-inf")  # a finished beam goes on in one way, with PAD, and before all others
             scores[..., pad][finished] = float("inf")
             best, place = scores.flatten(1).topk(beams)  # (rows, beams), like the next five
             parent, token = place // scores.size(2), place % scores.size(2)
             old = torch.arange(rows.numel(), device=src.device)[:, None], parent
             total = torch.where(finished[old], total[old], best)
-            finished = finished[old] | ((token == eos) & total.isfinite())
+            finished = finished[old] | ((token == eos) & total.isfinite())  # an empty slot cannot
             tgt = torch.cat([tgt[old], token[:, :, None]], dim=2)  # (rows, beams, step + 2)
 
             going = (total.isfinite() & ~finished).any(dim=1) & (step + 1 < max_len)

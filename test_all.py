@@ -872,6 +872,24 @@ def test_a_finished_beam_keeps_its_slot_and_the_search_ends_with_the_last():
     assert decode.call_count == 2  # EOS, 4 and 5; 4 EOS and 5 EOS
 
 
+def test_a_slot_that_is_empty_at_first_is_used_later():
+    # five beams, but EOS, 4, 5 and 6 alone may begin; then 5 4, 4 4, 4 5 and 6 6 need all slots that EOS leaves free
+    p = torch.full((7, 7), 1e-6)  # rows: the token before
+    p[BOS, [EOS, 4, 5, 6]], p[4, [4, 5]], p[5, 4], p[6, 6] = torch.tensor([0.01, 0.40, 0.39, 0.12]), 0.5, 1.0, 1.0
+    model = small_model(vocab=7)
+    with swapped(model, "decode", lambda memory, src_mask, tgt, *rest: F.one_hot(tgt[:, -1:], 7).float()), \
+            swapped(model.generator, "forward", lambda before: before @ p.log()):
+        assert beam_decode(model, torch.tensor([[4, 5]]), 6, beams=5).tolist() == [[6] * 6]
+
+
+def test_both_decoders_tell_close_logits_apart_in_bfloat16():
+    logits, model = torch.zeros(11, dtype=torch.bfloat16), small_model()
+    logits[7] = 0.004  # as log-probabilities, of -2.08 and -2.08, bfloat16 cannot tell them apart
+    with swapped(model.generator, "forward", lambda states: logits.repeat(len(states), 1)):
+        for decode_all in (greedy_decode, beam_decode):
+            assert decode_all(model, SRC[:1], 3).tolist() == [[7, 7, 7]]
+
+
 def test_beam_decode_needs_a_beam():
     for beams in (0, -1):
         raises(ValueError, f"beams ({beams})", beam_decode, small_model(), SRC, 3, beams)
