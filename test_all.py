@@ -1546,7 +1546,7 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
 def test_what_is_typed_counts_before_the_recipe():
     def options(line, defaults=train.Sentiment.recipe):
         return train.with_defaults(line.split(), defaults)
-    assert vars(options(""))["epochs"] == 5 and vars(options(""))["d_model"] == 32 and options("").seed == 42
+    assert vars(options(""))["epochs"] == 6 and vars(options(""))["d_model"] == 32 and options("").seed == 42
     typed = options("--seed 0 --dropout 0 --warmup 0 --steps 7")
     assert (typed.seed, typed.dropout, typed.warmup, typed.steps, typed.epochs) == (0, 0, 0, 7, None)
     typed = options("--epochs 3", train.Copy.recipe)

@@ -259,7 +259,7 @@ class Sentiment(Task):
     columns = ("text", "review", "sentence"), ("label", "sentiment")
     metric = "accuracy"
     question = "the film was never dull"
-    recipe = dict(epochs=5, steps=None, batch_size=32, lr=6e-3, warmup=50, dropout=0.0, layers=2, d_model=32, heads=4,
+    recipe = dict(epochs=6, steps=None, batch_size=32, lr=6e-3, warmup=50, dropout=0.0, layers=2, d_model=32, heads=4,
                   d_ff=64, norm="post")
     data_recipe = dict(recipe, epochs=8, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=128, d_ff=128,
                        norm="pre")
