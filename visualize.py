@@ -9,37 +9,38 @@ See what attention does: ten pictures, a map in the terminal, and a report that 
 01 positions, 02 masks, 03 the formula step by step; 04 the classifier; 05 encoder, 06 decoder and 07 cross-attention of
 an encoder-decoder, 08 its cross-attention before and after training; 09 the training; 10 the report as a table. With
 --checkpoint those of one model. The report, also in report.txt, measures a few hundred held-out inputs: the toys' own,
-or the lines of --data. Errors: weight on padding or on the future, nan, rows that do not sum to 1. Hints: the rest.
+or lines of --data. Errors: weight on padding or on the future, nan, rows that do not sum to 1. Hints: the rest.
 
 In every map a row is a query, the token that looks, and a column a key, a token that is looked at; a decoder's row
 bears the token that is produced there. Repeated words are numbered (film, film·2), unknown words have a "?".
-Reading order: look, measure, find, Subject, then the pictures.
+Reading order: attention_maps, head_statistics, find_problems, Subject, then the pictures.
 """
-import argparse
 import contextlib
+import io
 import itertools
 import math
+import os
 import re
 import shutil
 import sys
-import tempfile
 import unicodedata
-from collections import Counter, defaultdict
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from attention import attention, make_padding_mask, make_target_mask, subsequent_mask
-from model import BOS, EOS, PAD, UNK, evaluating, greedy_decode
-from train import (TASKS, Copy, Sentiment, default_path, fill_in, join_tokens, load_or_train, make_parser, pad,
-                   pick_device, read_pairs, run, set_seed, shift, tokenize)
+from model import BOS, EOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
+from train import (TASKS, Parser, Seq2Seq, Sentiment, count_unknown, default_path, file_path, join_tokens,
+                   load_or_train, pad, pick_device, print_notice, read_pairs, recipe_options, run, set_seed, shift,
+                   tokenize)
 from transformer_layer import PositionalEncoding
 
 TEXT, SOURCE = "the film was not very bad", "3 1 4 1 5 9 2 5"  # held out in training
-MOST = 300  # inputs that are measured
-MOST_WEIGHTS = 4_000_000  # of a head, over all of them: fewer inputs where they are long
+MOST_INPUTS = 300         # that are measured
+MOST_WEIGHTS = 4_000_000  # of a head, over all inputs: where they are long, fewer are measured
 
 
 # ------------------------------------------------------------------------------------------------------- the weights
@@ -53,8 +54,8 @@ class Map(NamedTuple):
     causal: bool
 
 
-def look(task, model, batch):
-    """One pass over a batch -> logits, {"sentiment": Map} or {"encoder": Map, "decoder": Map, "cross": Map}.
+def attention_maps(task, model, batch):
+    """One pass over a batch -> logits, {"classifier": Map} or {"encoder": Map, "decoder": Map, "cross": Map}.
 
     The task's own predict makes the pass, so that a fault there shows. (Not greedy_decode: attn holds the weights of
     the last call, and with a cache that is one row.)
@@ -62,18 +63,18 @@ def look(task, model, batch):
     device = next(model.parameters()).device
     with evaluating(model):
         logits, _ = task.predict(model, [t.to(device) for t in batch])
-    if isinstance(task, Sentiment):
-        kinds = {"sentiment": ([layer.self_attn for layer in model.encoder.layers], batch[0], batch[0])}
+    if isinstance(model, TransformerClassifier):
+        kinds = {"classifier": ([layer.self_attn for layer in model.encoder.layers], batch[0], batch[0])}
     else:
-        src, (given, wanted) = batch[0], shift(batch[1])
+        src, (decoder_input, labels) = batch[0], shift(batch[1])
         kinds = {"encoder": ([layer.self_attn for layer in model.encoder.layers], src, src),
-                 "decoder": ([layer.self_attn for layer in model.decoder.layers], wanted, given),
-                 "cross": ([layer.cross_attn for layer in model.decoder.layers], wanted, src)}
-    return logits.cpu(), {kind: Map([module.attn.cpu() for module in modules], rows.cpu(), columns.cpu(),
-                                    kind == "decoder") for kind, (modules, rows, columns) in kinds.items()}
+                 "decoder": ([layer.self_attn for layer in model.decoder.layers], labels, decoder_input),
+                 "cross": ([layer.cross_attn for layer in model.decoder.layers], labels, src)}
+    return logits.cpu(), {kind: Map([module.attn.cpu() for module in modules], rows, columns, kind == "decoder")
+                          for kind, (modules, rows, columns) in kinds.items()}
 
 
-def sort_keys(rows, columns, causal):
+def key_masks(rows, columns, causal):
     """(batch, query) and (batch, key) ids -> allowed, padding, future, each (batch, query, key): a key is one of them.
     Not made with attention.py's masks, so that a fault in those is found too."""
     padding = (columns == PAD)[:, None, :].expand(-1, rows.size(1), -1)
@@ -82,40 +83,130 @@ def sort_keys(rows, columns, causal):
     return ~padding & ~future, padding, future
 
 
+def positions_read(task, model, batch):
+    """The positions of the encoder's output that a classifier's answer depends on, by its gradient: [0] as long as
+    TransformerClassifier takes the first."""
+    device = next(model.parameters()).device
+    outputs = []
+    hook = model.encoder.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with evaluating(model), torch.enable_grad():
+        logits, _ = task.predict(model, [t.to(device) for t in batch])
+    hook.remove()
+    gradient, = torch.autograd.grad(logits.max(), outputs)  # (1, len, d_model)
+    return gradient[0].any(dim=1).nonzero().flatten().tolist()
+
+
 # -------------------------------------------------------------------------------------------------------- the report
 
 
-def measure(weights, rows, columns, causal=False):
-    """What each head does: {measure: (heads)}. weights (batch, heads, query, key), the rest as in Map.
+class Head(NamedTuple):
+    """What one head does, over the queries of many inputs. A mean is over those queries that have a choice, and of
+    these over those that may look at the key in question; nan if there is none."""
+    entropy: float        # mean, divided by that of equal weights on the allowed keys
+    first: float          # mean weight on the first key
+    first_uniform: float  # the same as a multiple of what equal weights would put there
+    last: float
+    last_uniform: float
+    previous: float       # mean weight on the key at the place before the query's
+    same: float
+    next: float
+    padding: float        # weight on padding, in the worst row
+    future: float
+    sum_error: float      # what a row's sum is off by, in the worst row; the sum should be 1, for a fully masked row 0
+    nan: float            # 1 if there is one among the weights
+    apart: list           # for each head of the layer, the mean share of the weight that lies elsewhere
 
-    entropy is divided by that of equal weights on the allowed keys. first, last, previous, same, next: the mean mass on
-    the key at that place, over the queries that have a choice and may look there; "first x", "last x" as a multiple of
-    the uniform share. padding, future, sum off (what a row's sum is off by): the worst row. apart (heads, heads): the
-    mean share of their mass in which two heads differ.
-    """
-    result, rounding = {"nan": weights.isnan().any(3).any(2).any(0).double()}, 4 * torch.finfo(weights.dtype).eps
+
+def head_statistics(weights, rows, columns, causal=False):
+    """The weights of one layer (batch, heads, query, key), the rest as in Map -> [a Head for each]."""
+    nan = weights.isnan().any(3).any(2).any(0).double()
+    rounding = 4 * torch.finfo(weights.dtype).eps
     real = rows != PAD                                           # (batch, query), n of them True
     weights = weights.double().transpose(0, 1)[:, real]          # (heads, n, key)
-    allowed, padding, future = (keys[real] for keys in sort_keys(rows, columns, causal))  # (n, key)
-    query = torch.arange(rows.size(1)).expand_as(rows)[real]     # (n)
+    allowed, padding, future = (keys[real] for keys in key_masks(rows, columns, causal))  # (n, key)
+    query = torch.arange(rows.size(1)).expand_as(rows)[real]     # (n) the place of each
     last = ((columns != PAD).sum(1, keepdim=True) - 1).expand_as(rows)[real]
     choices = allowed.sum(1).double()
     free = choices > 1
 
-    entropy = -torch.xlogy(weights, weights).sum(2)
-    result["entropy"] = (entropy / choices.log())[:, free].mean(1)
-    for name, key in dict(first=0 * query, last=last, previous=query - 1, same=query, next=query + 1).items():
+    def mean_on(key):
+        """key (n), a place for each query -> mean weight there (heads), and that as a multiple of the uniform share."""
         here = torch.arange(columns.size(1)) == key[:, None]     # (n, key)
-        there = free & (here & allowed).any(1)
-        there &= not (causal and name == "last")                 # where only the last query may look
-        result[name] = (weights * here).sum(2)[:, there].mean(1)
-        if name in ("first", "last"):
-            result[f"{name} x"] = result[name] / (1 / choices[there]).mean()
-    for name, keys in ("padding", padding), ("future", future):
-        result[name] = (weights * keys).sum(2).amax(1)
-    result["sum off"] = ((weights.sum(2) - allowed.any(1).double()).abs() - rounding).clamp(min=0).amax(1)
-    result["apart"] = torch.stack([(weights - head)[:, free].abs().sum(2).mean(1) / 2 for head in weights])
-    return result
+        counted = free & (here & allowed).any(1)
+        mean = (weights * here).sum(2)[:, counted].mean(1)
+        return mean, mean / (1 / choices[counted]).mean()
+
+    nowhere = torch.full_like(last, -1)
+    statistics = [
+        (-torch.xlogy(weights, weights).sum(2) / choices.log())[:, free].mean(1),
+        *mean_on(0 * query),
+        *mean_on(nowhere if causal else last),  # only the last query of a decoder may look at the last key
+        *(mean_on(query + offset)[0] for offset in (-1, 0, 1)),
+        *((weights * keys).sum(2).amax(1) for keys in (padding, future)),
+        ((weights.sum(2) - allowed.any(1).double()).abs() - rounding).clamp(min=0).amax(1),
+        nan,
+        torch.stack([(weights - head)[:, free].abs().sum(2).mean(1) / 2 for head in weights]),
+    ]
+    return [Head(*values) for values in zip(*(statistic.tolist() for statistic in statistics))]
+
+
+class Problem(NamedTuple):
+    name: str  # a key of ADVICE
+    layer: int
+    head: int  # both count from 1
+    value: float
+
+
+LIMITS = {"nan": 0, "sum_error": 1e-4, "padding": 1e-6, "future": 0}  # above is an error
+REST = ("{:.2f} of the weight on the %s token. Often harmless: that token matters, or a head with nothing to do rests "
+        "there. If all heads do it, positions may be too strong: compare the sizes of what Embeddings and "
+        "PositionalEncoding give (article 1, 3.5 and 6.2).")
+ADVICE = {
+    "nan": "nan among the weights. Look at how attention.py treats a fully masked row, and for inf in the scores and "
+           "nan in the loss (article 1, 5 and 6.3).",
+    "sum_error": "a row of weights is off its sum, 1 (0 for a fully masked row), by {:.2g}. Look at attention(): the "
+                 "softmax goes over the keys, and what is returned is from before dropout (article 1, 3.2 and 4.2).",
+    "padding": "up to {:.2g} of a row is on padding: the mask is not applied. Look at whether predict in train.py "
+               "passes make_padding_mask on, and every layer passes its mask on (article 1, 5 and 6.2).",
+    "future": "up to {:.2g} of a row is on tokens still to come. Look at make_target_mask and subsequent_mask, and at "
+              "the way of tgt_mask through the decoder (article 1, 3.3; article 2, 4.2).",
+    "uniform": "all weights about equal (entropy {:.2f} of 1), as before training: nothing learned here. Look at "
+               "whether the loss falls (learning rate, warm-up, positions) and at the scaling in attention(): divided "
+               "by d_k, not by its root, the scores are too small to choose (article 1, 3.2, 5 and 6.2).",
+    "first": REST % "first",
+    "last": REST % "last",
+    "collapsed": "a collapsed layer, each head puts all its weight on one key (entropy at most {:.2f} of 1). Look at "
+                 "the scaling in attention(): without the division by sqrt(d_k) the softmax saturates (article 1, 3.2 "
+                 "and 6.3).",
+    "alike": "heads that look at the same places as another (only {:.2f} of the weight differs). Look at split in "
+             "attention.py, or try fewer --heads (article 1, 3.4).",
+}
+
+
+def find_problems(layers, untrained):
+    """The Heads of each layer and those before training -> [Problem]."""
+    problems = []
+    for layer, (heads, heads_before) in enumerate(zip(layers, untrained), start=1):
+        ordinary = []  # the numbers of those with no problem of their own
+        for number, (head, before) in enumerate(zip(heads, heads_before), start=1):
+            values = head._asdict()
+            errors = {name: values[name] for name, limit in LIMITS.items() if values[name] > limit}
+            hints = {name: values[name] for name in ("first", "last")
+                     if values[name] > 0.5 and values[f"{name}_uniform"] > 3}
+            if head.entropy > 0.95 and abs(head.entropy - before.entropy) < 0.02:
+                hints["uniform"] = head.entropy
+            own = errors or hints  # on top of an error a hint would distract
+            problems += [Problem(name, layer, number, value) for name, value in own.items()]
+            if not own:
+                ordinary.append(number)
+        if len(ordinary) == len(heads) and max(head.entropy for head in heads) < 0.05:
+            problems += [Problem("collapsed", layer, number, heads[number - 1].entropy) for number in ordinary]
+            continue
+        for a, b in itertools.combinations([number for number in ordinary if heads[number - 1].entropy < 0.9], 2):
+            apart = heads[a - 1].apart[b - 1]
+            if apart < 0.05:
+                problems += [Problem("alike", layer, a, apart), Problem("alike", layer, b, apart)]
+    return problems
 
 
 class Finding(NamedTuple):
@@ -124,213 +215,210 @@ class Finding(NamedTuple):
     text: str
 
 
-LIMITS = {"nan": 0, "sum off": 1e-4, "padding": 1e-6, "future": 0}  # above is an error
-REST = ("{:.2f} of the mass on the %s token. Often harmless: that token matters, or a head with nothing to do rests "
-        "there. If all heads do it, positions may be too strong: compare the sizes of what Embeddings and "
-        "PositionalEncoding give (article 1, 3.5 and 6.2).")
-ADVICE = {
-    "nan": "nan among the weights. Look at open_blocked_rows in attention.py, and for inf in the scores and nan in the "
-           "loss (article 1, 5 and 6.3).",
-    "sum off": "a row of weights is off its sum, 1 (0 for a blocked row), by {:.2g}. Look at attention(): the softmax "
-               "goes over the keys, and what is returned is from before dropout (article 1, 3.2 and 4.2).",
-    "padding": "up to {:.2g} of a row is on padding: the mask is not in force. Look at whether predict in train.py "
-               "hands make_padding_mask on, and every layer hands on its mask (article 1, 5 and 6.2).",
-    "future": "up to {:.2g} of a row is on tokens still to come. Look at make_target_mask and subsequent_mask, and at "
-              "the way of tgt_mask through the decoder (article 1, 3.3; article 2, 4.2).",
-    "uniform": "all weights about equal (entropy {:.2f} of 1), as before training: nothing learned here. Look at "
-               "whether the loss falls: learning rate, warm-up, positions (article 1, 5 and 6.2).",
-    "first": REST % "first",
-    "last": REST % "last",
-    "collapsed": "a collapsed layer, each head puts all its mass on one key (entropy at most {:.2f} of 1). Look at the "
-                 "division by sqrt(d_k) in attention(): without it the softmax saturates (article 1, 3.2 and 6.3).",
-    "alike": "heads that look at the same places as another (only {:.2f} of the mass differs). Look at split in "
-             "attention.py, or try fewer --heads (article 1, 3.4).",
-}
-
-
-def find(kind, layers, untrained, accuracy=0.0):
-    """The measures of each layer and those before training -> [Finding], errors first. accuracy is the model's."""
-    places, worst = defaultdict(lambda: defaultdict(set)), defaultdict(float)
-
-    def note(name, layer, heads, value):
-        places[name][layer].update(h + 1 for h in heads)
-        worst[name] = max(worst[name], value)
-
-    for layer, (now, before) in enumerate(zip(layers, untrained), start=1):
-        plain = []  # heads of which there is nothing to say yet
-        for h in range(len(now["nan"])):
-            value = {name: values[h].item() for name, values in now.items() if name != "apart"}
-            errors = [name for name, limit in LIMITS.items() if value[name] > limit]
-            hints = [name for name in ("first", "last") if value[name] > 0.5 and value[f"{name} x"] > 3]
-            if value["entropy"] > 0.95 and abs(value["entropy"] - before["entropy"][h]) < 0.02:
-                hints.append("uniform")
-            for name in errors or hints:  # on top of an error a hint would distract
-                note(name, layer, [h], value["entropy" if name == "uniform" else name])
-            if not errors and not hints:
-                plain.append(h)
-        if len(plain) == len(now["nan"]) and now["entropy"].max() < 0.05:
-            note("collapsed", layer, plain, now["entropy"].max().item())
-            continue
-        for a, b in itertools.combinations([h for h in plain if now["entropy"][h] < 0.9], 2):
-            if now["apart"][a, b] < 0.05:
-                note("alike", layer, [a, b], now["apart"][a, b].item())
-
+def make_findings(kind, problems, accuracy=0.0):
+    """Problems of one kind of attention -> [Finding], one for each name, errors first. accuracy is the model's."""
     findings = []
-    for name in [name for name in ADVICE if name in places]:
-        where = "; ".join(f"layer {layer}, head{'s' * (len(heads) > 1)} {', '.join(map(str, sorted(heads)))}"
-                          for layer, heads in places[name].items())
+    for name, advice in ADVICE.items():
+        same_name = [problem for problem in problems if problem.name == name]
+        if not same_name:
+            continue
+        places = []
+        for layer in sorted({problem.layer for problem in same_name}):
+            heads = sorted({problem.head for problem in same_name if problem.layer == layer})
+            places.append(f"layer {layer}, head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}")
+        text = f"{kind}, {'; '.join(places)}: {advice.format(max(problem.value for problem in same_name))}"
         level = "error" if name in LIMITS else "hint"
-        solved = f" The task is solved all the same ({accuracy:.1%})." if level == "hint" and accuracy >= 0.99 else ""
-        findings.append(Finding(level, name, f"{kind}, {where}: {ADVICE[name].format(worst[name])}{solved}"))
+        if level == "hint" and accuracy >= 0.99:
+            text += f" The task is solved all the same ({accuracy:.1%})."
+        findings.append(Finding(level, name, text))
     return findings
 
 
-SHARES = "entropy", "first", "last", "previous", "same", "next", "padding", "future", "sum off"
-COLUMNS = "entropy", "first", "first x", "last", "last x", *SHARES[3:]
+COLUMNS = Head._fields[:11]
+SHARES = [field for field in COLUMNS if not field.endswith("_uniform")]
+LEGEND = """\
+entropy: 1 if all keys that a query may look at get the same weight, 0 if one gets all. first, last: the mean weight on
+the first and the last token; × uniform: how many times what equal weights would put there. previous, same, next: the
+mean weight on the token one place before the query's place, at it, one place after. padding, future, sum error: the
+largest weight of a row on padding and on tokens still to come, and the largest error of a row's sum. -: cannot be."""
 
 
-def shown(name, value):
-    if name in LIMITS and not math.isnan(value):
+def heading(field):
+    return "× uniform" if field.endswith("_uniform") else field.replace("_", " ")
+
+
+def statistic_text(field, value):
+    if math.isnan(value):
+        return "-"
+    if field in LIMITS:
         return "0" if value == 0 else f"{value:.0e}" if value < 0.005 else f"{value:.2f}"
-    return "-" if math.isnan(value) else f"{value:.1f}" if name.endswith(" x") else f"{value:.2f}"
+    return f"{value:.1f}" if field.endswith("_uniform") else f"{value:.2f}"
 
 
 def table(kind, layers, untrained):
-    """The measures as lines of text, two for each head."""
-    yield f"{kind:19}" + "".join(f"{name:>9}" for name in COLUMNS)
-    for layer, pair in enumerate(zip(layers, untrained), start=1):
-        for h in range(len(pair[0]["nan"])):
-            for name, values in zip((f"layer {layer}, head {h + 1}", "  before training"), pair):
-                yield f"{name:19}" + "".join(f"{shown(column, values[column][h].item()):>9}" for column in COLUMNS)
+    """The statistics as lines of text, two for each head."""
+    widths = [max(5, len(heading(field))) + 2 for field in COLUMNS]
+    yield f"{kind:19}" + "".join(f"{heading(field):>{width}}" for field, width in zip(COLUMNS, widths))
+    for layer, pairs in enumerate(map(zip, layers, untrained), start=1):
+        for number, pair in enumerate(pairs, start=1):
+            for name, head in zip((f"layer {layer}, head {number}", "  before training"), pair):
+                texts = [statistic_text(field, getattr(head, field)) for field in COLUMNS]
+                yield f"{name:19}" + "".join(f"{text:>{width}}" for text, width in zip(texts, widths))
 
 
 # ------------------------------------------------------------------------------------------------------ what is seen
 
 
 class Subject:
-    """A model and what is to be seen of it: .maps of one text, .before, those of the model before training; .layers and
-    .untrained, {kind: [measures of each layer]} over many inputs; .findings."""
+    """A model and what is to be seen of it:
+
+    question, answer         a text, and what the model makes of it
+    maps, maps_before        {kind: Map} of that text: from the model, and from the model before training
+    layers, layers_before    {kind: [the Heads of each layer]} over many inputs, likewise
+    findings                 what the report finds in them
+    """
 
     def __init__(self, name, path, device, text=None, source=None, data=None):
         self.path = Path(path or default_path(name))
         self.task, self.model, self.checkpoint = load_or_train(name, path, device)
-        self.accuracy = self.checkpoint["metrics"]["accuracy"]
-        if (source if option(self.task) == "--text" else text) is not None:
-            raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option(self.task)}")
-        text = text if source is None else source
-        self.text, examples, self.over = choose(self.task, self.model, text, data)
-        ids = read(self.task, self.model, self.text)
-        room = min(2, longest(self.model) - len(ids))
-        batch = as_batch(self.task, self.model, [ids + [PAD] * room])  # some padding: is it looked at?
-        if examples is None:
-            half = ids[:max(1, len(ids) // 2)]
-            examples = as_batch(self.task, self.model, [ids, half if option(self.task) == "--text" else half + [EOS]])
+        known = (Sentiment, TransformerClassifier), (Seq2Seq, EncoderDecoder)
+        if not any(isinstance(self.task, task) and isinstance(self.model, model) for task, model in known):
+            raise ValueError(f"{self.path}: visualize.py does not know a {type(self.task).__name__} task with a "
+                             f"{type(self.model).__name__}, only what is like Sentiment or Seq2Seq")
+        self.classifies = isinstance(self.task, Sentiment)
+        option, text, other = ("--text", text, source) if self.classifies else ("--source", source, text)
+        if other is not None:
+            raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option}")
 
+        examples, total, example_text = examples_to_measure(self.task, self.model, data)
+        text = example_text if text is None else text
+        if text is None:
+            raise ValueError(f"this model was trained on a file: say what to look at with {option} or --data")
+        ids = readable_ids(self.task, self.model, text, option)
+        self.tokens = tokenize(text)
+        unknown, words = count_unknown(ids)
+        if unknown:
+            names = [token for token, id in zip(self.tokens, ids) if id == UNK]
+            print_notice(f"{unknown} of {words} words are unknown to this model: {', '.join(names[:20])}")
+
+        trained = self.accuracy = self.checkpoint["metrics"]["accuracy"]
+        self.summary = f"{self.path}: {self.task.metric} {trained:.1%} after training"
+        if data:
+            self.task.valid = examples
+            self.accuracy = self.task.evaluate(self.model, device)["accuracy"]
+            self.summary += f", {self.accuracy:.1%} on the lines measured here"
+        if examples:
+            what = f"lines of {data}" if data else "held-out examples"
+            self.summary += f"; measured here: {len(examples)} of {total:,} {what}"
+        else:
+            half = ids[:max(1, len(ids) // 2)]
+            examples = with_targets(self.task, self.model, [ids, half if self.classifies else half + [EOS]])
+            self.summary += "; measured here: the given text and its first half; more with --data FILE"
+
+        room = min(2, longest(self.model) - len(ids))  # for some padding: is it looked at?
+        self.batch = self.task.batch(with_targets(self.task, self.model, [ids + [PAD] * room]))
         set_seed(self.checkpoint["seed"])
-        fresh = self.task.build(self.checkpoint["config"]).to(device)
-        self.logits, self.maps = look(self.task, self.model, batch)
-        self.before = look(self.task, fresh, batch)[1]
-        self.layers, self.untrained = (
-            {kind: [measure(weights, *seen[1:]) for weights in seen.weights]
-             for kind, seen in look(self.task, model, examples)[1].items()} for model in (self.model, fresh))
+        untrained = self.task.build(self.checkpoint["config"]).to(device)
+        logits, self.maps = attention_maps(self.task, self.model, self.batch)
+        _, self.maps_before = attention_maps(self.task, untrained, self.batch)
+        self.layers, self.layers_before = (
+            {kind: [head_statistics(weights, *seen[1:]) for weights in seen.weights]
+             for kind, seen in attention_maps(self.task, model, self.task.batch(examples))[1].items()}
+            for model in (self.model, untrained))
         self.findings = [finding for kind, layers in self.layers.items()
-                         for finding in find(kind, layers, self.untrained[kind], self.accuracy)]
+                         for finding in make_findings(kind, find_problems(layers, self.layers_before[kind]),
+                                                      self.accuracy)]
+
+        self.question = join_tokens(self.tokens)
+        if self.classifies:
+            share, label = logits[0].softmax(0).max(0)
+            self.answer = f"{self.task.labels[label]} ({share:.1%})"
+        else:
+            self.answer = join_tokens(self.task.target.decode(self.maps["cross"].rows[0].tolist()))
 
     def report(self):
         """Lines of text."""
-        yield f"{self.path}: {self.task.measure} {self.accuracy:.1%} after training; measured here: {self.over}"
+        yield self.summary
         for kind, layers in self.layers.items():
-            yield from ("", *table(kind, layers, self.untrained[kind]))
+            yield from ("", *table(kind, layers, self.layers_before[kind]))
         yield ""
         yield from (f"{finding.level}: {finding.text}" for finding in self.findings)
         if not any(finding.level == "error" for finding in self.findings):
             yield "no error: nothing on padding, nothing on the future, no nan, every row sums to 1"
 
-    def cut(self, kind, maps=None, glyphs=None):
-        """A map of the text: weights (layers, heads, query, key), labels of rows and of columns, blocked (query, key).
+    def labelled_map(self, kind, maps=None):
+        """A map of the text: weights (layers, heads, query, key), labels of rows and of columns, masked (query, key).
         Padding is cut off, but where it is looked at it stays: that is the fault to see."""
         seen = (maps or self.maps)[kind]
         real = seen.rows[0] != PAD
         weights = torch.stack([weights[0][:, real] for weights in seen.weights])
         kept = (seen.columns[0] != PAD) | (weights != 0).any(0).any(0).any(0)
-        blocked = ~sort_keys(*seen[1:])[0][0]
-        sides = (seen.rows[0][real], kind in ("decoder", "cross")), (seen.columns[0][kept], kind == "decoder")
-        labels = []
-        for ids, produced in sides:
-            vocab = getattr(self.task, "words", None) or (self.task.target if produced else self.task.source)
-            words = [vocab.tokens[id] for id in ids.tolist()]
-            if not produced:  # what was typed in place of <unk>
-                words = [f"{typed}?" if id == UNK else word
-                         for id, word, typed in itertools.zip_longest(ids.tolist(), words, tokenize(self.text))]
-            labels.append(tell_apart(word.translate(glyphs or {}) for word in words))
-        return weights[..., kept], *labels, blocked[real][:, kept]
+        allowed, _, _ = key_masks(*seen[1:])
+        rows = self.labels(seen.rows[0][real].tolist(), generated=kind in ("decoder", "cross"))
+        columns = self.labels(seen.columns[0][kept].tolist(), generated=kind == "decoder")
+        return weights[..., kept], rows, columns, ~allowed[0][real][:, kept]
 
-
-def option(task):
-    return "--text" if isinstance(task, Sentiment) else "--source"
+    def labels(self, ids, generated):
+        """The tokens of a row of ids that was generated or read, each label once; what was typed in place of <unk>."""
+        tokens = self.task.target.tokens if generated else self.task.vocabulary.tokens
+        words = [tokens[id] for id in ids]
+        if not generated:
+            words = [f"{typed}?" if id == UNK else word
+                     for id, word, typed in zip(ids, words, self.tokens + [""] * len(ids))]
+        return numbered(words)
 
 
 def longest(model):
     """How many tokens the model can read."""
-    return (model.src_embed if hasattr(model, "src_embed") else model.embed)[1].max_len
+    return (model.embed if isinstance(model, TransformerClassifier) else model.src_embed)[1].max_len
 
 
-def read(task, model, text):
+def readable_ids(task, model, text, option):
     """A text as ids. ValueError if the model cannot read it."""
     try:
-        ids = task.encode(text) if option(task) == "--text" else task.source_ids(model, text)
-        if not 1 <= len(ids) <= longest(model):
-            raise ValueError(f"{len(ids)} tokens; this model reads 1 to {longest(model)}")
+        return task.model_ids(model, text)
     except ValueError as error:
-        raise ValueError(f"{option(task)}: {error}") from None
-    return ids
+        raise ValueError(f"{option}: {error}") from None
 
 
-def as_batch(task, model, rows):
-    """Rows of ids as a batch of the task; what greedy decoding makes of them is the target."""
-    ids = pad(rows)
-    if option(task) == "--text":
-        return ids, torch.zeros(len(rows), dtype=torch.long)
-    said = greedy_decode(model, ids.to(next(model.parameters()).device), model.tgt_embed[1].max_len)
-    return ids, F.pad(said.cpu(), (1, 0), value=BOS)
+def with_targets(task, model, rows):
+    """Rows of ids -> examples of the task, those of an encoder-decoder with what greedy decoding generates."""
+    if isinstance(task, Sentiment):
+        return [(row, 0) for row in rows]  # the label does not matter
+    src = pad(rows).to(next(model.parameters()).device)
+    generated = greedy_decode(model, src, model.tgt_embed[1].max_len)
+    return [(row, [BOS, *ids]) for row, ids in zip(rows, generated.tolist())]
 
 
-def choose(task, model, text, data):
-    """The text to draw, a batch of inputs to measure (None: only the text is known), and what they are."""
-    if isinstance(task, Copy):
-        if data:
-            raise ValueError("--data: the copy task makes its own data")
-        return SOURCE if text is None else text, [side[:MOST] for side in task.valid], f"{MOST} held-out sequences"
-    toy, most = Sentiment.read(argparse.Namespace(data=None)), longest(model)
+def examples_to_measure(task, model, data):
+    """-> examples, of --data's lines or of a toy's held-out data; how many there are in all; the text among them whose
+    length is nearest to ten tokens. A model that was trained on a file has none, 0 and None without --data."""
     if data:
-        pairs, _ = read_pairs(data, task.columns)
-        if text is None:
-            text = min((first for first, _ in pairs), key=lambda first: abs(len(tokenize(first)) - 10))
-        if option(task) == "--text":
-            examples = [(task.encode(first)[:most], 0) for first, _ in pairs]
-        else:
-            examples = [(src, tgt) for src, tgt in task.encode_pairs(pairs, data)
-                        if max(len(src), len(tgt) - 1) <= most]
-        if not examples:
-            raise ValueError(f"{data}: every line has more tokens than this model reads ({most - 1})")
-    elif task.vocab == toy.vocab:
-        text, examples = TEXT if text is None else text, toy.valid
-    elif text is None:
-        raise ValueError(f"this model was trained on a file: say what to look at with {option(task)} or --data")
+        pairs = read_pairs(data, task.columns)
+        total, pairs = len(pairs), evenly(pairs, MOST_INPUTS)
+        texts = [text for text, _ in pairs]
+        examples = task.encode_pairs(pairs, data, longest(model))
     else:
-        return text, None, "the given text and its first half; more with --data FILE"
-    size = max(len(side) for example in examples for side in example if isinstance(side, list))
-    examples = examples[::math.ceil(len(examples) / min(MOST, 1 + MOST_WEIGHTS // size ** 2))]
-    return text, task.batch(examples), f"{len(examples)} {f'lines of {data}' if data else 'held-out remarks'}"
+        examples = task.toy_examples() or []
+        texts = [join_tokens(task.vocabulary.decode(ids)) for ids, _ in examples]
+        total = len(examples)
+    size = max((len(side) for example in examples for side in example if isinstance(side, list)), default=1)
+    examples = evenly(examples, min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))
+    return examples, total, min(texts, key=lambda text: abs(len(tokenize(text)) - 10), default=None)
 
 
-def tell_apart(words):
+def evenly(items, most):
+    """At most that many of the items, from all over the list."""
+    return [items[i * len(items) // most] for i in range(most)] if len(items) > most else items
+
+
+def numbered(words):
     """Words as labels: long ones cut, repeated ones numbered."""
-    seen, labels = Counter(), []
+    counts, labels = Counter(), []
     for word in words:
         word = word if len(word) <= 14 else f"{word[:13]}…"
-        seen[word] += 1
-        labels.append(word if seen[word] == 1 else f"{word}·{seen[word]}")
+        counts[word] += 1
+        labels.append(word if counts[word] == 1 else f"{word}·{counts[word]}")
     return labels
 
 
@@ -342,31 +430,43 @@ def check_labels(weights, rows, columns):
 
 # ------------------------------------------------------------------------------------------------------ the terminal
 
+SHADES = {"░": 0.10, "▒": 0.25, "▓": 0.50, "█": 0.75}  # each from this weight on
+ASCII_SHADES = dict(zip(".:*#", SHADES.values()))
+
 
 def text_map(weights, rows, columns, encoding, width):
-    """A map (query, key) as lines of text, at most width wide; in ASCII where the encoding cannot do more."""
+    """A map (query, key) as lines of text, at most width wide; shades that the encoding lacks are ASCII."""
     check_labels(weights, rows, columns)
-    shades = " ░▒▓█"
+    rows, columns = ([label.encode(encoding, "backslashreplace").decode(encoding) for label in labels]
+                     for labels in (rows, columns))
     try:
-        "".join([shades, *rows, *columns]).encode(encoding)
+        "".join(SHADES).encode(encoding)
+        shades = SHADES
     except UnicodeEncodeError:
-        shades = " .:*#"
-        rows, columns = ([label.replace("·", ".").encode("ascii", "replace").decode() for label in labels]
-                         for labels in (rows, columns))
+        shades = ASCII_SHADES
     left = max(map(cells, rows)) + 1
     cell = max(2, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
-    columns = columns[:max(1, (width - left) // cell)]
-    limits = [weights.max().item() * share for share in (1 / 8, 1 / 4, 1 / 2, 3 / 4)]
-    yield " " * left + "".join(fill(label, cell - 1) + " " for label in columns).rstrip()
+    fitting = max(1, (width - left) // cell)
+
+    def shade(weight):
+        return max((sign for sign in shades if weight >= shades[sign]), key=shades.get, default=" ")
+
+    yield (" " * left + "".join(fill(label, cell - 1) + " " for label in columns[:fitting])).rstrip()
     for label, row in zip(rows, weights.tolist()):
-        levels = [sum(weight >= limit for limit in limits) for weight in row[:len(columns)]]
-        yield (fill(label, left) + "".join(shades[level] * (cell - 1) + " " for level in levels)).rstrip()
-    yield f"({', '.join(f'{shade} from {limit:.2f}' for shade, limit in zip(shades[1:], limits))})"
+        yield (fill(label, left) + "".join(shade(weight) * (cell - 1) + " " for weight in row[:fitting])).rstrip()
+    yield f"({', '.join(f'{sign} from {limit:.2f}' for sign, limit in shades.items())})"
+    if fitting < len(columns):
+        yield f"(the last {len(columns) - fitting} of {len(columns)} columns do not fit into the terminal's width)"
+    for label in columns:
+        if label.endswith("·2"):
+            yield f"({label} is the second {label[:-2]})"
+            break
 
 
 def cells(text):
-    """The width of a text, where a CJK character is as wide as two others."""
-    return sum(1 + (unicodedata.east_asian_width(sign) in "WF") for sign in text)
+    """The width of a text in a terminal: a CJK character is as wide as two others, a mark or a joiner has none."""
+    return sum(0 if unicodedata.category(sign) in ("Mn", "Me", "Cf") else
+               2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
 
 
 def fill(text, width):
@@ -377,73 +477,86 @@ def fill(text, width):
 
 
 # ------------------------------------------------------------------------------------------------------ the pictures
-# new_figure makes a figure: matplotlib's Figure, or pyplot.figure where windows are wanted.
 
-BLOCKED = dict(facecolor="0.93", edgecolor="0.7", hatch="////", linewidth=0)
+MASKED = dict(facecolor="0.93", edgecolor="0.7", hatch="////", linewidth=0)
 SIGNED = dict(cmap="RdBu_r", vmin=-1, vmax=1)  # colours for numbers round 0
+# In inches:
+LETTER, LINE = 0.085, 0.2  # width of a letter of a label, height of a line of the title
+LABEL_CELL = 0.14          # a cell of this height has room for a label,
+NUMBER_CELL = 0.25         # of this for a number,
+USUAL_CELL = 0.36          # and this is it in a map of up to 12 tokens
+USUAL_MAP, MOST_MAPS = 4.3, 28  # width and height of a larger map, of all maps of a picture together
+BAR_HEIGHT = 3
+DPI = 100
 
 
-def sheet(new_figure, title, rows, columns, width, height, left, bottom, shared=False):
+def axes_grid(title, rows, columns, width, height, left, bottom, shared=False):
     """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. left and bottom
     are the inches that labels need: at all axes or, shared, only at the edge."""
+    from matplotlib.figure import Figure
     apart_x, apart_y = (0.15, 0.35) if shared else (left, bottom + 0.35)
     wide = left + columns * (width + apart_x) - apart_x + 1
-    high = bottom + rows * (height + apart_y) - apart_y + 0.7 + 0.2 * title.count("\n")
-    total = max(wide, 0.085 * max(map(cells, title.split("\n"))) + 0.3)
-    figure = new_figure(figsize=(total, high))
+    high = bottom + rows * (height + apart_y) - apart_y + 0.7 + LINE * title.count("\n")
+    total = max(wide, LETTER * max(map(cells, title.split("\n"))) + 0.3)
+    figure = Figure(figsize=(total, high))
 
-    def place(x, y, width, height):
+    def axes_at(x, y, width, height):
         return figure.add_axes((x / total, y / high, width / total, height / high))
 
-    axes = [[place(left + j * (width + apart_x), bottom + i * (height + apart_y), width, height)
+    axes = [[axes_at(left + j * (width + apart_x), bottom + i * (height + apart_y), width, height)
              for j in range(columns)] for i in reversed(range(rows))]
-    tall = min(3, rows * height)
-    bar = place(wide - 0.85, bottom + ((rows - 1) * apart_y + rows * height - tall) / 2, 0.15, tall)
+    maps_height = rows * (height + apart_y) - apart_y
+    bar_height = min(BAR_HEIGHT, rows * height)
+    bar = axes_at(wide - 0.85, bottom + (maps_height - bar_height) / 2, 0.15, bar_height)
     figure.suptitle(title, fontsize=11, y=1 - 0.1 / high, va="top")
     return figure, axes, bar
 
 
-def draw_map(ax, values, rows, columns, blocked=None, cell=0.4, texts=None, cmap="magma_r", vmin=0, vmax=1):
+def draw_map(ax, values, rows, columns, masked=None, cell=0.4, texts=None, cmap="magma_r", vmin=0, vmax=1):
     """One map (query, key) with its labels; cell: its cells' height in inches. Returns the image, for a colour bar.
 
-    Blocked cells that hold no weight are left out, so that the hatched ground shows; nan and what is above the scale is
+    Masked cells that hold no weight are left out, so that the hatched ground shows; nan and what is above the scale is
     red. texts: what to write into the cells, in place of the numbers that maps of up to 12 tokens bear.
     """
     import matplotlib
     check_labels(values, rows, columns)
     values = values.float()
-    hidden = torch.zeros_like(values, dtype=torch.bool) if blocked is None else blocked & (values <= 0)
-    painted = values.nan_to_num(nan=math.inf).clamp(vmin, 2 * vmax)
-    painted = painted.where(painted > 1.001 * vmax, painted.clamp(max=vmax)).masked_fill(hidden, math.nan)
-    ax.patch.set(**BLOCKED)
+    hidden = torch.zeros_like(values, dtype=torch.bool) if masked is None else masked & (values <= 0)
+    red = values.isnan() | (values > 1.001 * vmax)
+    painted = values.clamp(vmin, vmax).masked_fill(red, 2 * vmax).masked_fill(hidden, math.nan)
+    ax.patch.set(**MASKED)
     image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin, vmax=vmax,
                       aspect="auto", interpolation="nearest")
     ax.tick_params(length=0, pad=2)
-    step = max(1, math.ceil(0.14 / cell))  # labels that would overlap are left out
+    step = max(1, math.ceil(LABEL_CELL / cell))  # labels that would overlap are left out
     ax.set_xticks(range(0, len(columns), step), columns[::step], rotation=90 if max(map(cells, columns)) > 2 else 0)
     ax.set_yticks(range(0, len(rows), step), rows[::step])
-    if texts or max(values.shape) <= 12 and cell >= 0.25:
-        for (i, row), j in itertools.product(enumerate(painted.tolist()), range(len(columns))):
-            style = dict(backgroundcolor=BLOCKED["facecolor"])
-            if not hidden[i, j]:
-                red, green, blue, _ = image.cmap(image.norm(row[j]))
-                style = dict(color="white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black")
-            if text := texts[i][j] if texts else number(values[i, j].item(), hidden[i, j]):
-                ax.text(j, i, text, ha="center", va="center", fontsize=7, **style)
+    if texts is None and (max(values.shape) > 12 or cell < NUMBER_CELL):
+        return image
+    for i, j in itertools.product(range(len(rows)), range(len(columns))):
+        text = texts[i][j] if texts else number_text(values[i, j].item(), hidden[i, j])
+        if hidden[i, j]:
+            style = dict(backgroundcolor=MASKED["facecolor"])
+        else:
+            red, green, blue, _ = image.cmap(image.norm(painted[i, j].item()))
+            style = dict(color="white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black")
+        if text:
+            ax.text(j, i, text, ha="center", va="center", fontsize=7, **style)
     return image
 
 
-def number(value, hidden):
-    """0.273 -> .27, 0.001 -> 0, -inf -> −∞; nothing for a blocked weight."""
+def number_text(value, hidden):
+    """0.273 -> .27, 0.001 -> 0, -inf -> −∞; nothing for a masked weight."""
     if hidden and value == 0:
         return ""
     text = f"{value:.2f}".replace("-", "−").replace("inf", "∞")
     return {"0.00": "0", "−0.00": "0", "1.00": "1"}.get(text, re.sub(r"\b0\.", ".", text))
 
 
-def draw_positions(new_figure):
+def draw_positions():
+    from matplotlib.figure import Figure
     small, large = (PositionalEncoding(d_model, max_len=100).table for d_model in (20, 64))  # (position, dimension)
-    figure = new_figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     waves, whole, alike = figure.subplots(1, 3)
     for dim, line in zip(range(4, 8), ("C0-", "C0--", "C1-", "C1--")):
         waves.plot(small[:, dim].tolist(), line, label=str(dim))
@@ -459,13 +572,13 @@ def draw_positions(new_figure):
     return figure
 
 
-def draw_masks(new_figure):
+def draw_masks():
     """The masks of a batch of two sentences, (batch, 1, query, key)."""
     from matplotlib.patches import Patch
     ids = torch.tensor([[4, 5, 6, 7], [8, 9, PAD, PAD]])
     masks = {"padding: make_padding_mask": make_padding_mask(ids), "causal: subsequent_mask": subsequent_mask(4)[None],
              "both: make_target_mask": make_target_mask(ids)}
-    figure, axes, bar = sheet(new_figure, "the masks of two sentences in one batch", 2, 3, 1.8, 1.8, 0.95, 0.95)
+    figure, axes, bar = axes_grid("the masks of two sentences in one batch", 2, 3, 1.8, 1.8, 0.95, 0.95)
     for i, words in enumerate((["I", "love", "this", "film"], ["so", "dull", "<pad>", "<pad>·2"])):
         for ax, (name, mask) in zip(axes[i], masks.items()):
             allowed = mask.expand(2, 1, 4, 4)[i, 0]
@@ -473,77 +586,84 @@ def draw_masks(new_figure):
             ax.set_title(name, fontsize=9)
             ax.set(xlabel="looks at (key)", ylabel="looks from (query)")
     bar.set_axis_off()
-    bar.legend(handles=[Patch(facecolor=image.cmap(0.5), label="may look"), Patch(**BLOCKED, label="blocked")],
+    bar.legend(handles=[Patch(facecolor=image.cmap(0.5), label="may look"), Patch(**MASKED, label="masked")],
                loc="center left", bbox_to_anchor=(-0.6, 0.5), frameon=False, handlelength=1)
     return figure
 
 
-def draw_steps(new_figure):
+def draw_steps():
     """The formula on one sentence, with random Q, K and V of d_k = 4."""
-    words, width = ["a", "moving", "film", "<pad>"], ["1", "2", "3", "4"]
+    words, dimensions = ["a", "moving", "film", "<pad>"], ["1", "2", "3", "4"]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(4, 4, generator=generator) for _ in range(3))
     allowed = make_target_mask(torch.tensor([[4, 5, 6, PAD]]))[0, 0]
     scores = q @ k.T
     output, weights = attention(q, k, v, allowed)
-    masked = (scores / 2).masked_fill(~allowed, -math.inf)
+    blocked = (scores / 2).masked_fill(~allowed, -math.inf)
     limit = scores.abs().max().item()
     signed = dict(SIGNED, vmin=-limit, vmax=limit)
-    panels = [("Q: what a word looks for", q, signed), ("K: what it is found by", k, signed),
-              ("V: what it hands over", v, signed), None, None,
-              ("1. QKᵀ", scores, signed), ("2. divided by √d_k = 2", scores / 2, signed),
-              ("3. masked: padding, future", masked, dict(signed, blocked=~allowed)),
-              ("4. softmax: a row sums to 1", weights, dict(blocked=~allowed)), ("5. times V", output, signed)]
-    figure, axes, bar = sheet(new_figure, "softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 0.95)
+    figure, axes, bar = axes_grid("softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 0.95)
+    for ax, title, values in zip(axes[0], ("Q: what a word looks for", "K: what it is found by", "V: what it hands over"),
+                                 (q, k, v)):
+        draw_map(ax, values, words, dimensions, **signed)
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel("d_k")
+    axes[0][3].set_axis_off()
+    axes[0][4].set_axis_off()
     axes[0][3].text(0, 0.5, "1. every query times every key\n2. smaller numbers, a softer softmax\n"
                     "3. −∞ where a query may not look\n4. each row becomes shares of 1\n"
                     "5. the mean of V by these shares", fontsize=10, linespacing=1.8, va="center")
-    for ax, panel in zip(itertools.chain(*axes), panels):
-        if panel is None:
-            ax.set_axis_off()
-            continue
-        title, values, style = panel
-        keys = title[0] in "1234"
-        image = draw_map(ax, values, words, words if keys else width, **style)
+    panels = [("1. QKᵀ", scores, signed), ("2. divided by √d_k = 2", scores / 2, signed),
+              ("3. masked: padding, future", blocked, dict(signed, masked=~allowed)),
+              ("4. softmax: a row sums to 1", weights, dict(masked=~allowed))]
+    for ax, (title, values, style) in zip(axes[1], panels):
+        image = draw_map(ax, values, words, words, **style)
         ax.set_title(title, fontsize=9)
-        ax.set(xlabel="looks at (key)" if keys else "d_k", ylabel="looks from (query)" if keys else "")
-        if values is weights:
-            figure.colorbar(image, cax=bar, label="weight (panel 4)")
+        ax.set(xlabel="looks at (key)", ylabel="looks from (query)")
+    draw_map(axes[1][4], output, words, dimensions, **signed)
+    axes[1][4].set_title("5. times V", fontsize=9)
+    axes[1][4].set_xlabel("d_k")
+    figure.colorbar(image, cax=bar, label="weight (panel 4)")
     return figure
 
 
-def draw_grid(new_figure, title, weights, rows, columns, blocked, names, looks_from="", framed=None):
-    """Weights (layers, heads, query, key) as one map each, on one scale; names: of the layers."""
+def draw_grid(title, weights, rows, columns, masked, names, looks_from="", framed_row=None):
+    """Weights (layers, heads, query, key) as one map each, on one scale; names: of the layers. framed_row: of the last
+    layer."""
+    from matplotlib.patches import Rectangle
     layers, heads, queries, keys = weights.shape
-    cell = 0.36 if max(queries, keys) <= 12 else max(0.14, 4.3 / max(queries, keys))
-    cell = min(cell, 28 / (heads * keys), 28 / (layers * queries))
-    width = max(keys * cell, 0.085 * max(len(f"{name}, head {heads}") for name in names))
-    figure, axes, bar = sheet(new_figure, title, layers, heads, width, max(1.3, queries * cell),
-                              0.65 + 0.085 * max(map(cells, rows)), 0.4 + 0.085 * max(map(cells, columns)), shared=True)
+    most = max(queries, keys)
+    cell = USUAL_CELL if most <= 12 else max(LABEL_CELL, USUAL_MAP / most)
+    cell = min(cell, MOST_MAPS / (heads * keys), MOST_MAPS / (layers * queries))
+    width = max(keys * cell, LETTER * max(len(f"{name}, head {heads}") for name in names))
+    height = max(1.3, queries * cell)
+    left, bottom = (margin + LETTER * max(map(cells, labels)) for margin, labels in ((0.65, rows), (0.4, columns)))
+    figure, axes, bar = axes_grid(title, layers, heads, width, height, left, bottom, shared=True)
     for i, h in itertools.product(range(layers), range(heads)):
         ax = axes[i][h]
-        image = draw_map(ax, weights[i, h], rows, columns, blocked, cell)
+        image = draw_map(ax, weights[i, h], rows, columns, masked, cell)
         ax.set_title(f"{names[i]}, head {h + 1}", fontsize=9)
         ax.set_xlabel("looks at (key)") if i == layers - 1 else ax.set_xticks([])
         ax.set_ylabel(f"looks from (query){looks_from}") if h == 0 else ax.set_yticks([])
-        if i == framed:
-            ax.plot([-0.5, keys - 0.5, keys - 0.5, -0.5, -0.5], [-0.5, -0.5, 0.5, 0.5, -0.5], color="tab:cyan",
-                    linewidth=2.5, clip_on=False)
+        if i == layers - 1 and framed_row is not None:
+            ax.add_patch(Rectangle((-0.5, framed_row - 0.5), keys, 1, fill=False, edgecolor="tab:cyan", linewidth=2.5,
+                                   clip_on=False))
     figure.colorbar(image, cax=bar, label="weight")
     return figure
 
 
-def draw_training(new_figure, subjects):
+def draw_training(subjects):
     """What train.py recorded: loss and held-out accuracy over the steps."""
-    figure = new_figure(figsize=(9, 3.4 * len(subjects)), layout="constrained")
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.4 * len(subjects)), layout="constrained")
     for (left, right), subject in zip(figure.subplots(len(subjects), 2, squeeze=False), subjects):
         history = subject.checkpoint["history"]
         steps = [entry["step"] for entry in history]
         left.plot(steps, [entry["train_loss"] for entry in history], "C0o-", label="training", markersize=4)
-        for ax, name, title, corner in [(left, "loss", "loss", "upper right"),
-                                        (right, "accuracy", subject.task.measure, "lower right")]:
-            ax.plot(steps, [entry[name] for entry in history], "C1s--", label="held out", markersize=4)
-            ax.set(title=f"{subject.checkpoint['task']}: {title}", xlabel="step", ylabel=title)
+        for ax, key, name, corner in [(left, "loss", "loss", "upper right"),
+                                      (right, "accuracy", subject.task.metric, "lower right")]:
+            ax.plot(steps, [entry[key] for entry in history], "C1s--", label="held out", markersize=4)
+            ax.set(title=f"{subject.checkpoint['task']}: {name}", xlabel="step", ylabel=name)
             ax.grid(alpha=0.3)
             ax.legend(frameon=False, loc=corner)
         left.set_ylim(bottom=0)
@@ -551,138 +671,158 @@ def draw_training(new_figure, subjects):
     return figure
 
 
-def draw_heads(new_figure, subjects):
-    """The report as a table, heads x measures."""
+def draw_heads(subjects):
+    """The report as a table, heads x statistics."""
     names, values, texts = [], [], []
     for subject, kind in ((subject, kind) for subject in subjects for kind in subject.layers):
-        for layer, (now, before) in enumerate(zip(subject.layers[kind], subject.untrained[kind]), start=1):
-            for h in range(len(now["nan"])):
-                names.append(f"{kind}, layer {layer}, head {h + 1}")
-                row = [(name, now[name][h].item(), before[name][h].item()) for name in SHARES]
-                values.append([2 if value > LIMITS.get(name, 2) else value for name, value, _ in row])
-                texts.append(["" if math.isnan(value) else f"{shown(name, value)} ({shown(name, was)})"
-                              for name, value, was in row])
+        for layer, pairs in enumerate(map(zip, subject.layers[kind], subject.layers_before[kind]), start=1):
+            for number, (head, before) in enumerate(pairs, start=1):
+                names.append(f"{kind}, layer {layer}, head {number}")
+                row = [(field, getattr(head, field), getattr(before, field)) for field in SHARES]
+                values.append([2 if value > LIMITS.get(field, 2) else value for field, value, _ in row])
+                texts.append(["" if math.isnan(value) else f"{statistic_text(field, value)} ({statistic_text(field, was)})"
+                              for field, value, was in row])
     values = torch.tensor(values)
-    cell = min(0.27, 28 / len(names))
+    cell = min(0.27, MOST_MAPS / len(names))
     title = "what each head does; in brackets: before training; an error would be red"
-    figure, ((ax,),), bar = sheet(new_figure, title, 1, 1, 0.9 * len(SHARES), cell * len(names), 2.1, 0.3)
-    image = draw_map(ax, values.nan_to_num(), names, SHARES, values.isnan(), cell, texts)
+    figure, ((ax,),), bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 2.1, 0.3)
+    image = draw_map(ax, values.nan_to_num(), names, list(map(heading, SHARES)), values.isnan(), cell, texts)
     ax.tick_params(axis="x", rotation=0)
     figure.colorbar(image, cax=bar, label="share")
     return figure
 
 
-def draw_all(new_figure, subjects, glyphs):
-    """The pictures one by one: file name, figure. glyphs replaces what no font has."""
-    produce = "\nto produce"
-
-    def quote(tokens):
-        text = join_tokens(tokens).translate(glyphs)
-        return f"“{text if len(text) <= 80 else text[:79] + '…'}”"
-
-    yield "01_positional_encoding.png", draw_positions(new_figure)
-    yield "02_masks.png", draw_masks(new_figure)
-    yield "03_attention_steps.png", draw_steps(new_figure)
+def draw_all(subjects):
+    """The pictures one by one: file name, figure."""
+    yield "01_positional_encoding.png", draw_positions()
+    yield "02_masks.png", draw_masks()
+    yield "03_attention_steps.png", draw_steps()
     for subject in subjects:
-        maps = {kind: subject.cut(kind, glyphs=glyphs) for kind in subject.maps}
+        maps = {kind: subject.labelled_map(kind) for kind in subject.maps}
         names = [f"layer {i + 1}" for i in range(len(next(iter(maps.values()))[0]))]
-        title = quote(tokenize(subject.text))
-        if "sentiment" in maps:
-            share, label = subject.logits[0].softmax(0).max(0)
-            title += (f": {subject.task.labels[label].translate(glyphs)}, probability {share:.1%}\n"
-                      f"framed: the row that the classifier reads")
-            yield "04_sentiment.png", draw_grid(new_figure, title, *maps["sentiment"], names, framed=len(names) - 1)
+        title = " → ".join(text if len(text) <= 80 else f"{text[:79]}…"
+                           for text in (f"“{subject.question}”", subject.answer))
+        if subject.classifies:
+            read = positions_read(subject.task, subject.model, subject.batch)
+            what = "framed: the row that the classifier reads" if len(read) == 1 else \
+                f"the classifier reads {len(read)} rows of the last layer"
+            yield "04_classifier.png", draw_grid(f"{title}\n{what}", *maps["classifier"], names,
+                                                 framed_row=read[0] if len(read) == 1 else None)
             continue
-        title += f" → {quote(subject.task.target.decode(subject.maps['cross'].rows[0].tolist()))}"
-        for file, kind, looks_from in [("05_encoder.png", "encoder", ""), ("06_decoder.png", "decoder", produce),
-                                       ("07_cross.png", "cross", produce)]:
-            yield file, draw_grid(new_figure, f"{kind}: {title}", *maps[kind], names, looks_from)
+        for file, kind, looks_from in [("05_encoder.png", "encoder", ""), ("06_decoder.png", "decoder", "\nto produce"),
+                                       ("07_cross.png", "cross", "\nto produce")]:
+            yield file, draw_grid(f"{kind}: {title}", *maps[kind], names, looks_from)
         weights, *labels = maps["cross"]
-        both = torch.stack([subject.cut("cross", subject.before)[0], weights], dim=1).flatten(0, 1)
+        both = torch.stack([subject.labelled_map("cross", subject.maps_before)[0], weights], dim=1).flatten(0, 1)
         yield "08_untrained.png", draw_grid(
-            new_figure, f"cross before and after training: {title}", both, *labels,
-            [f"{name} {when}" for name in names for when in ("untrained", "trained")], produce)
-    yield "09_training.png", draw_training(new_figure, subjects)
-    yield "10_heads.png", draw_heads(new_figure, subjects)
+            f"cross before and after training: {title}", both, *labels,
+            [f"{name} {when}" for name in names for when in ("untrained", "trained")], "\nto produce")
+    yield "09_training.png", draw_training(subjects)
+    yield "10_heads.png", draw_heads(subjects)
 
 
-def find_fonts(text):
-    """Names of the installed fonts that together can draw the text, and {ord: "□"} for what none of them has."""
+def font_families(text):
+    """Names of installed fonts that together can draw the text; a notice says which signs none of them has."""
     from matplotlib import font_manager, ft2font
+    missing = set(map(ord, text)) - set(ft2font.FT2Font(font_manager.findfont("DejaVu Sans")).get_charmap())
+    fonts = {}  # path -> which of the missing signs the font has
+    for path in sorted(font_manager.findSystemFonts()) if missing else []:
+        with contextlib.suppress(OSError, RuntimeError):  # what is no font for matplotlib
+            fonts[path] = missing & set(ft2font.FT2Font(path).get_charmap())
+    families = ["DejaVu Sans"]  # comes with matplotlib, which falls back to the next for a sign that a font lacks
+    while any(fonts.values()):
+        path = max(fonts, key=lambda path: len(fonts[path]))
+        found = fonts.pop(path)
+        name = ft2font.FT2Font(path).family_name
+        if re.search("Last ?Resort|Emoji", name):
+            continue
+        with contextlib.suppress(OSError, RuntimeError):
+            font_manager.fontManager.addfont(path)  # it may be newer than matplotlib's list
+            families.append(name)
+            missing -= found
+            fonts = {path: signs - found for path, signs in fonts.items()}
+    if missing:
+        print_notice(f"no installed font has {''.join(map(chr, sorted(missing)))[:20]}: the pictures have boxes there; for "
+                     "Chinese, install for example fonts-noto-cjk")
+    return families
 
-    def without(path):
-        with contextlib.suppress(RuntimeError):  # a file that is no font
-            return missing - set(ft2font.FT2Font(path).get_charmap())
-        return missing
 
-    names, missing = ["DejaVu Sans"], {ord(sign) for sign in text}
-    missing = without(font_manager.findfont("DejaVu Sans"))  # comes with matplotlib
-    known = font_manager.fontManager.ttflist
-    if missing:  # fonts that were installed after matplotlib had listed them
-        for path in set(font_manager.findSystemFonts()) - {font.fname for font in known}:
-            with contextlib.suppress(Exception):  # of whatever kind: then it is no font for us
-                font_manager.fontManager.addfont(path)
-    fonts = {font.name: font.fname for font in known if missing and not re.search("Last ?Resort|Emoji", font.name)}
-    for name in sorted(fonts, key=lambda name: len(without(fonts[name]))):  # those that have the most come first
-        if missing and without(fonts[name]) != missing:
-            names.append(name)
-            missing = without(fonts[name])
-    return names, {sign: "□" for sign in missing}
+def save_pictures(subjects, out):
+    """Write the pictures into the folder out, name them on stdout -> their paths. They depend on nothing of the user's
+    matplotlib, neither on MPLBACKEND nor on a matplotlibrc."""
+    backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
+    try:
+        import matplotlib.style
+    except ImportError as error:
+        print_notice(f"no pictures: {error}; pip install matplotlib")
+        return []
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    paths = []
+    with matplotlib.style.context("default"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph|Matplotlib currently does not support")  # our notice said it
+        families = font_families("".join(subject.question + subject.answer for subject in subjects))
+        matplotlib.rcParams.update({"font.family": families, "font.size": 9, "text.parse_math": False,
+                                    "hatch.linewidth": 0.5})
+        for file, figure in draw_all(subjects):
+            figure.savefig(out / file, dpi=DPI)
+            print(out / file, flush=True)
+            paths.append(out / file)
+    return paths
 
 
-def save_pictures(subjects, out, show):
-    """Write the pictures into the folder out and name them on stdout; then show them in windows, if wanted."""
+def show_pictures(paths):
+    """Each picture in a window of its own, until these are closed."""
     try:
         import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        print(f"no pictures: {error}; pip install matplotlib", file=sys.stderr)
-        return
-    new_figure = Figure
-    if show:
+        if os.environ.get("MPLBACKEND"):
+            matplotlib.use(os.environ["MPLBACKEND"])
         from matplotlib import pyplot
         if pyplot.get_backend().lower() == "agg":
-            print(f"--show: there is no display; the pictures are in {out}", file=sys.stderr)
-        else:
-            new_figure = pyplot.figure
-    words = []
-    for subject in subjects:
-        words += tokenize(subject.text) + subject.task.vocab.get("labels", [])
-        words += itertools.chain(*(rows + columns for _, rows, columns, _ in map(subject.cut, subject.maps)))
-    names, glyphs = find_fonts("".join(words))
-    if glyphs:
-        print(f"no installed font has {''.join(map(chr, sorted(glyphs)))[:20]}: drawn as □; for Chinese, install for "
-              "example fonts-noto-cjk", file=sys.stderr)
-    style = {"font.family": names, "font.size": 9, "text.parse_math": False, "hatch.linewidth": 0.5}
-    with matplotlib.rc_context(style):
-        for file, figure in draw_all(new_figure, subjects, glyphs):
-            figure.savefig(out / file, dpi=100)
-            print(out / file, flush=True)
-        if new_figure is not Figure:
-            pyplot.show()
-            pyplot.close("all")
+            raise RuntimeError("there is no display")
+        for path in paths:
+            picture = pyplot.imread(path)
+            height, width = picture.shape[:2]
+            figure = pyplot.figure(path.name, figsize=(width / DPI, height / DPI))
+            axes = figure.add_axes((0, 0, 1, 1))
+            axes.imshow(picture, origin="upper")
+            axes.set_axis_off()
+        pyplot.show()
+        pyplot.close("all")
+    except Exception as error:  # a backend is another program, which fails in its own ways
+        print_notice(f"--show: no windows ({error}); the pictures are in {paths[0].parent}")
 
 
 # ------------------------------------------------------------------------------------------------------- the command
 
 
+def check_text(name, option, text):
+    """ValueError if the model of a toy, which is not trained yet, cannot read the text."""
+    options = recipe_options(name)
+    task = TASKS[name].read(options)
+    with contextlib.redirect_stderr(io.StringIO()):  # a notice comes again after the training
+        readable_ids(task, task.build(task.config(options)), text, option)
+
+
 def main(argv=None):
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", help=f"what the sentiment model reads (default: {TEXT})")
+    parser = Parser("visualize.py", __doc__)
+    parser.add_argument("--text", help=f"what a classifier reads (default: {TEXT})")
     parser.add_argument("--source", help=f"what the copy or translation model reads (default: {SOURCE})")
-    parser.add_argument("--checkpoint", metavar="PATH", help="this model alone (default: checkpoints/sentiment.pt and "
+    parser.add_argument("--checkpoint", type=file_path, metavar="PATH", help="this model alone; without --text or "
+                        "--source it reads one of its held-out inputs (default: checkpoints/sentiment.pt and "
                         "checkpoints/copy.pt, trained first if they are not there)")
-    parser.add_argument("--data", metavar="FILE", help="measure on these lines, as train.py reads them (default: the "
-                        "toys' held-out data); needs --checkpoint")
-    parser.add_argument("--out", metavar="DIR", default="figures", help="where the files go (default: figures)")
-    parser.add_argument("--show", action="store_true", help="open windows too (default: off)")
+    parser.add_argument("--data", type=file_path, metavar="FILE", help="measure on these lines, as train.py reads them "
+                        "(default: the toys' held-out data); needs --checkpoint")
+    parser.add_argument("--out", type=file_path, metavar="DIR", default="figures", help="where the files go (default: "
+                        "figures)")
+    parser.add_argument("--show", action="store_true", help="open the pictures in windows too (default: off)")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is an error (default: off)")
-    parser.add_argument("--device", default="auto", help="auto (CUDA if there), cpu, cuda, cuda:1, ... (default: auto)")
     args = parser.parse_args(argv)
     out = Path(args.out)
-    if args.checkpoint == "" or args.data == "":
-        parser.error("--checkpoint or --data is empty")
+    if out.exists() and not out.is_dir():
+        parser.error(f"--out: {out} is not a directory")
     if args.data and not args.checkpoint:
         parser.error("--data needs --checkpoint, the model that was trained on such lines")
     if args.checkpoint and args.text is not None and args.source is not None:
@@ -692,40 +832,32 @@ def main(argv=None):
         if args.checkpoint:
             subjects = [Subject(None, args.checkpoint, device, args.text, args.source, args.data)]
         else:
-            for name, text in ("sentiment", args.text), ("copy", args.source):
-                if text is not None and not default_path(name).exists():  # better said before the training
-                    options = fill_in(make_parser().parse_args([]), name, None)
-                    task = TASKS[name].read(options)
-                    read(task, task.build(task.config(options)), text)
-            subjects = [Subject("sentiment", None, device, text=args.text),
-                        Subject("copy", None, device, source=args.source)]
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"--out: {out} is not a directory")
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+            text, source = args.text or TEXT, args.source or SOURCE
+            for name, option, given in ("sentiment", "--text", text), ("copy", "--source", source):
+                if not default_path(name).exists():
+                    check_text(name, option, given)
+            subjects = [Subject("sentiment", None, device, text=text), Subject("copy", None, device, source=source)]
     except ValueError as error:
         parser.error(str(error))
+    out.mkdir(parents=True, exist_ok=True)
 
+    for subject in subjects:
+        print(f"{subject.question} -> {subject.answer}")
     subject = subjects[0 if args.source is None and args.text is not None else -1]
     kind = list(subject.maps)[-1]
-    weights, rows, columns, _ = subject.cut(kind)
-    print(f"{kind} attention, layer {len(weights)}, mean of {weights.size(1)} heads; a row looks at the columns\n")
-    print(*text_map(weights[-1].mean(0), rows, columns, sys.stdout.encoding or "utf-8",
-                    shutil.get_terminal_size().columns), sep="\n", end="\n\n")
-    lines = [line for subject in subjects for line in (*subject.report(), "")]
-    lines.append("Attention is not an explanation: a weight says where a head looks, not why the model answers so.")
+    weights, rows, columns, _ = subject.labelled_map(kind)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a notebook's stdout has none
+    print(f"\n{kind} attention, layer {len(weights)}, mean of {weights.size(1)} heads; a row looks at the columns\n")
+    print(*text_map(weights[-1].mean(0), rows, columns, encoding, shutil.get_terminal_size().columns), sep="\n")
+    lines = [line for subject in subjects for line in ("", *subject.report())]
+    lines += ["", LEGEND, "", "Attention is not an explanation: a weight says where a head looks, not why the model "
+              "answers so."]
     print(*lines, sep="\n", end="\n\n", flush=True)
-    try:
-        (out / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(out / "report.txt")
-        save_pictures(subjects, out, args.show)
-    except BrokenPipeError:
-        raise  # a reader that is gone is run's business
-    except OSError as error:
-        print(f"visualize.py: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+    (out / "report.txt").write_text("\n".join(lines).lstrip() + "\n", encoding="utf-8", errors="backslashreplace")
+    print(out / "report.txt")
+    paths = save_pictures(subjects, out)
+    if args.show and paths:
+        show_pictures(paths)
     return 1 if args.strict and any(f.level == "error" for subject in subjects for f in subject.findings) else 0
 
 
