@@ -55,14 +55,14 @@ class Map(NamedTuple):
 
 
 def attention_maps(task, model, batch):
-    """One pass over a batch -> logits, {"classifier": Map} or {"encoder": Map, "decoder": Map, "cross": Map}.
+    """One pass over a batch -> {"classifier": Map} or {"encoder": Map, "decoder": Map, "cross": Map}.
 
     The task's own predict makes the pass, so that a fault there shows. (Not greedy_decode: attn holds the weights of
     the last call, and with a cache that is one row.)
     """
     device = next(model.parameters()).device
     with evaluating(model):
-        logits, _ = task.predict(model, [t.to(device) for t in batch])
+        task.predict(model, [t.to(device) for t in batch])
     if isinstance(model, TransformerClassifier):
         kinds = {"classifier": ([layer.self_attn for layer in model.encoder.layers], batch[0], batch[0])}
     else:
@@ -70,8 +70,8 @@ def attention_maps(task, model, batch):
         kinds = {"encoder": ([layer.self_attn for layer in model.encoder.layers], src, src),
                  "decoder": ([layer.self_attn for layer in model.decoder.layers], labels, decoder_input),
                  "cross": ([layer.cross_attn for layer in model.decoder.layers], labels, src)}
-    return logits.cpu(), {kind: Map([module.attn.cpu() for module in modules], rows, columns, kind == "decoder")
-                          for kind, (modules, rows, columns) in kinds.items()}
+    return {kind: Map([module.attn.cpu() for module in modules], rows, columns, causal=kind == "decoder")
+            for kind, (modules, rows, columns) in kinds.items()}
 
 
 def key_masks(rows, columns, causal):
@@ -150,13 +150,6 @@ def head_statistics(weights, rows, columns, causal=False):
     return [Head(*values) for values in zip(*(statistic.tolist() for statistic in statistics))]
 
 
-class Problem(NamedTuple):
-    name: str  # a key of ADVICE
-    layer: int
-    head: int  # both count from 1
-    value: float
-
-
 LIMITS = {"nan": 0, "sum_error": 1e-4, "padding": 1e-6, "future": 0}  # above is an error
 REST = ("{:.2f} of the weight on the %s token. Often harmless: that token matters, or a head with nothing to do rests "
         "there. If all heads do it, positions may be too strong: compare the sizes of what Embeddings and "
@@ -184,28 +177,28 @@ ADVICE = {
 
 
 def find_problems(layers, untrained):
-    """The Heads of each layer and those before training -> [Problem]."""
+    """The Heads of each layer and those before training -> [(name of a problem, layer, head, value)]; layers and heads
+    count from 1."""
     problems = []
     for layer, (heads, heads_before) in enumerate(zip(layers, untrained), start=1):
-        ordinary = []  # the numbers of those with no problem of their own
+        ordinary = []  # those with no problem of their own
         for number, (head, before) in enumerate(zip(heads, heads_before), start=1):
             values = head._asdict()
-            errors = {name: values[name] for name, limit in LIMITS.items() if values[name] > limit}
-            hints = {name: values[name] for name in ("first", "last")
-                     if values[name] > 0.5 and values[f"{name}_uniform"] > 3}
+            errors = [name for name, limit in LIMITS.items() if values[name] > limit]
+            hints = [name for name in ("first", "last") if values[name] > 0.5 and values[f"{name}_uniform"] > 3]
             if head.entropy > 0.95 and abs(head.entropy - before.entropy) < 0.02:
-                hints["uniform"] = head.entropy
-            own = errors or hints  # on top of an error a hint would distract
-            problems += [Problem(name, layer, number, value) for name, value in own.items()]
-            if not own:
+                hints.append("uniform")
+            values["uniform"] = head.entropy
+            problems += [(name, layer, number, values[name]) for name in errors or hints]  # a hint would distract
+            if not errors and not hints:
                 ordinary.append(number)
         if len(ordinary) == len(heads) and max(head.entropy for head in heads) < 0.05:
-            problems += [Problem("collapsed", layer, number, heads[number - 1].entropy) for number in ordinary]
+            problems += [("collapsed", layer, number, head.entropy) for number, head in enumerate(heads, start=1)]
             continue
         for a, b in itertools.combinations([number for number in ordinary if heads[number - 1].entropy < 0.9], 2):
             apart = heads[a - 1].apart[b - 1]
             if apart < 0.05:
-                problems += [Problem("alike", layer, a, apart), Problem("alike", layer, b, apart)]
+                problems += [("alike", layer, a, apart), ("alike", layer, b, apart)]
     return problems
 
 
@@ -216,21 +209,18 @@ class Finding(NamedTuple):
 
 
 def make_findings(kind, problems, accuracy=0.0):
-    """Problems of one kind of attention -> [Finding], one for each name, errors first. accuracy is the model's."""
+    """What find_problems found in one kind of attention -> [Finding], one for each name, errors first."""
     findings = []
-    for name, advice in ADVICE.items():
-        same_name = [problem for problem in problems if problem.name == name]
-        if not same_name:
-            continue
+    for name in [name for name in ADVICE if any(name == problem[0] for problem in problems)]:
+        heads = sorted({(layer, head) for problem, layer, head, _ in problems if problem == name})
         places = []
-        for layer in sorted({problem.layer for problem in same_name}):
-            heads = sorted({problem.head for problem in same_name if problem.layer == layer})
-            places.append(f"layer {layer}, head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}")
-        text = f"{kind}, {'; '.join(places)}: {advice.format(max(problem.value for problem in same_name))}"
+        for layer, group in itertools.groupby(heads, key=lambda place: place[0]):
+            numbers = [str(head) for _, head in group]
+            places.append(f"layer {layer}, head{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
+        worst = max(value for problem, _, _, value in problems if problem == name)
         level = "error" if name in LIMITS else "hint"
-        if level == "hint" and accuracy >= 0.99:
-            text += f" The task is solved all the same ({accuracy:.1%})."
-        findings.append(Finding(level, name, text))
+        solved = f" The task is solved all the same ({accuracy:.1%})." if level == "hint" and accuracy >= 0.99 else ""
+        findings.append(Finding(level, name, f"{kind}, {'; '.join(places)}: {ADVICE[name].format(worst)}{solved}"))
     return findings
 
 
@@ -289,56 +279,47 @@ class Subject:
         option, text, other = ("--text", text, source) if self.classifies else ("--source", source, text)
         if other is not None:
             raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option}")
-
-        examples, total, example_text = examples_to_measure(self.task, self.model, data)
-        text = example_text if text is None else text
-        if text is None:
+        examples, self.measured, question = examples_to_measure(self.task, self.model, data)
+        if text is None and question is None:
             raise ValueError(f"this model was trained on a file: say what to look at with {option} or --data")
+
+        text = question if text is None else text
         ids = readable_ids(self.task, self.model, text, option)
-        self.tokens = tokenize(text)
         unknown, words = count_unknown(ids)
+        self.tokens = tokenize(text)[:words]  # those that are read
         if unknown:
             names = [token for token, id in zip(self.tokens, ids) if id == UNK]
             print_notice(f"{unknown} of {words} words are unknown to this model: {', '.join(names[:20])}")
+        self.question = join_tokens(self.tokens)
+        answer, tab, share = self.task.answers(self.model, [ids])[0].partition("\t")
+        self.answer = f"{answer} ({float(share):.1%})" if tab else answer
 
-        trained = self.accuracy = self.checkpoint["metrics"]["accuracy"]
-        self.summary = f"{self.path}: {self.task.metric} {trained:.1%} after training"
+        self.accuracy = self.checkpoint["metrics"]["accuracy"]
+        self.metric = f"{self.task.metric} {self.accuracy:.1%} after training"
         if data:
             self.task.valid = examples
             self.accuracy = self.task.evaluate(self.model, device)["accuracy"]
-            self.summary += f", {self.accuracy:.1%} on the lines measured here"
-        if examples:
-            what = f"lines of {data}" if data else "held-out examples"
-            self.summary += f"; measured here: {len(examples)} of {total:,} {what}"
-        else:
+            self.metric = f"{self.task.metric} {self.accuracy:.1%} on the lines measured here"
+        if not examples:
             half = ids[:max(1, len(ids) // 2)]
             examples = with_targets(self.task, self.model, [ids, half if self.classifies else half + [EOS]])
-            self.summary += "; measured here: the given text and its first half; more with --data FILE"
-
-        room = min(2, longest(self.model) - len(ids))  # for some padding: is it looked at?
+        room = min(2, self.task.most_tokens(self.model) - words)  # for some padding: is it looked at?
         self.batch = self.task.batch(with_targets(self.task, self.model, [ids + [PAD] * room]))
+
         set_seed(self.checkpoint["seed"])
         untrained = self.task.build(self.checkpoint["config"]).to(device)
-        logits, self.maps = attention_maps(self.task, self.model, self.batch)
-        _, self.maps_before = attention_maps(self.task, untrained, self.batch)
+        self.maps, self.maps_before = (attention_maps(self.task, model, self.batch)
+                                       for model in (self.model, untrained))
         self.layers, self.layers_before = (
             {kind: [head_statistics(weights, *seen[1:]) for weights in seen.weights]
-             for kind, seen in attention_maps(self.task, model, self.task.batch(examples))[1].items()}
+             for kind, seen in attention_maps(self.task, model, self.task.batch(examples)).items()}
             for model in (self.model, untrained))
-        self.findings = [finding for kind, layers in self.layers.items()
-                         for finding in make_findings(kind, find_problems(layers, self.layers_before[kind]),
-                                                      self.accuracy)]
-
-        self.question = join_tokens(self.tokens)
-        if self.classifies:
-            share, label = logits[0].softmax(0).max(0)
-            self.answer = f"{self.task.labels[label]} ({share:.1%})"
-        else:
-            self.answer = join_tokens(self.task.target.decode(self.maps["cross"].rows[0].tolist()))
+        self.findings = [finding for kind, layers in self.layers.items() for finding in make_findings(
+            kind, find_problems(layers, self.layers_before[kind]), self.accuracy)]
 
     def report(self):
         """Lines of text."""
-        yield self.summary
+        yield f"{self.path}: {self.metric}; measured here: {self.measured}"
         for kind, layers in self.layers.items():
             yield from ("", *table(kind, layers, self.layers_before[kind]))
         yield ""
@@ -364,13 +345,8 @@ class Subject:
         words = [tokens[id] for id in ids]
         if not generated:
             words = [f"{typed}?" if id == UNK else word
-                     for id, word, typed in zip(ids, words, self.tokens + [""] * len(ids))]
+                     for id, word, typed in itertools.zip_longest(ids, words, self.tokens)]
         return numbered(words)
-
-
-def longest(model):
-    """How many tokens the model can read."""
-    return (model.embed if isinstance(model, TransformerClassifier) else model.src_embed)[1].max_len
 
 
 def readable_ids(task, model, text, option):
@@ -391,20 +367,23 @@ def with_targets(task, model, rows):
 
 
 def examples_to_measure(task, model, data):
-    """-> examples, of --data's lines or of a toy's held-out data; how many there are in all; the text among them whose
-    length is nearest to ten tokens. A model that was trained on a file has none, 0 and None without --data."""
+    """-> examples of --data's lines or of a toy's held-out data, how many they are in words, a text to draw. A model
+    that was trained on a file has none without --data."""
     if data:
+        if task.columns is None:
+            raise ValueError("--data: this model's task makes its own data")
         pairs = read_pairs(data, task.columns)
-        total, pairs = len(pairs), evenly(pairs, MOST_INPUTS)
-        texts = [text for text, _ in pairs]
-        examples = task.encode_pairs(pairs, data, longest(model))
+        some = evenly(pairs, MOST_INPUTS)
+        examples, total, what = task.encode_pairs(some, data, task.most_tokens(model)), len(pairs), f"lines of {data}"
+        question = min((text for text, _ in some), key=lambda text: abs(len(tokenize(text)) - 10))
     else:
-        examples = task.toy_examples() or []
-        texts = [join_tokens(task.vocabulary.decode(ids)) for ids, _ in examples]
-        total = len(examples)
-    size = max((len(side) for example in examples for side in example if isinstance(side, list)), default=1)
+        examples = task.toy_examples()
+        if examples is None:
+            return [], "the given text and its first half; more with --data FILE", None
+        total, what, question = len(examples), "held-out examples", task.question
+    size = max(len(side) for example in examples for side in example if isinstance(side, list))
     examples = evenly(examples, min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))
-    return examples, total, min(texts, key=lambda text: abs(len(tokenize(text)) - 10), default=None)
+    return examples, f"{len(examples)} of {total:,} {what}", question
 
 
 def evenly(items, most):
@@ -430,8 +409,8 @@ def check_labels(weights, rows, columns):
 
 # ------------------------------------------------------------------------------------------------------ the terminal
 
-SHADES = {"░": 0.10, "▒": 0.25, "▓": 0.50, "█": 0.75}  # each from this weight on
-ASCII_SHADES = dict(zip(".:*#", SHADES.values()))
+SHADES, ASCII_SHADES = "░▒▓█", ".:*#"
+SHADED_FROM = 0.10, 0.25, 0.50, 0.75  # the weights
 
 
 def text_map(weights, rows, columns, encoding, width):
@@ -439,28 +418,19 @@ def text_map(weights, rows, columns, encoding, width):
     check_labels(weights, rows, columns)
     rows, columns = ([label.encode(encoding, "backslashreplace").decode(encoding) for label in labels]
                      for labels in (rows, columns))
-    try:
-        "".join(SHADES).encode(encoding)
-        shades = SHADES
-    except UnicodeEncodeError:
-        shades = ASCII_SHADES
+    shades = SHADES if SHADES.encode(encoding, "replace").decode(encoding) == SHADES else ASCII_SHADES
     left = max(map(cells, rows)) + 1
     cell = max(2, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
     fitting = max(1, (width - left) // cell)
-
-    def shade(weight):
-        return max((sign for sign in shades if weight >= shades[sign]), key=shades.get, default=" ")
-
     yield (" " * left + "".join(fill(label, cell - 1) + " " for label in columns[:fitting])).rstrip()
     for label, row in zip(rows, weights.tolist()):
-        yield (fill(label, left) + "".join(shade(weight) * (cell - 1) + " " for weight in row[:fitting])).rstrip()
-    yield f"({', '.join(f'{sign} from {limit:.2f}' for sign, limit in shades.items())})"
+        levels = [sum(weight >= limit for limit in SHADED_FROM) for weight in row[:fitting]]
+        yield (fill(label, left) + "".join((" " + shades)[level] * (cell - 1) + " " for level in levels)).rstrip()
+    yield ", ".join(f"{shade} from {limit:.2f}" for shade, limit in zip(shades, SHADED_FROM))
     if fitting < len(columns):
-        yield f"(the last {len(columns) - fitting} of {len(columns)} columns do not fit into the terminal's width)"
-    for label in columns:
-        if label.endswith("·2"):
-            yield f"({label} is the second {label[:-2]})"
-            break
+        yield f"the last {len(columns) - fitting} of {len(columns)} columns do not fit into the terminal's width"
+    for label in [label for label in columns if label.endswith("·2")][:1]:
+        yield f"{label} is the second {label[:-2]}"
 
 
 def cells(text):
@@ -593,7 +563,7 @@ def draw_masks():
 
 def draw_steps():
     """The formula on one sentence, with random Q, K and V of d_k = 4."""
-    words, dimensions = ["a", "moving", "film", "<pad>"], ["1", "2", "3", "4"]
+    words = ["a", "moving", "film", "<pad>"]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(4, 4, generator=generator) for _ in range(3))
     allowed = make_target_mask(torch.tensor([[4, 5, 6, PAD]]))[0, 0]
@@ -602,28 +572,24 @@ def draw_steps():
     blocked = (scores / 2).masked_fill(~allowed, -math.inf)
     limit = scores.abs().max().item()
     signed = dict(SIGNED, vmin=-limit, vmax=limit)
+    panels = [("Q: what a word looks for", q, signed), ("K: what it is found by", k, signed),
+              ("V: what it hands over", v, signed),
+              ("1. QKᵀ", scores, signed), ("2. divided by √d_k = 2", scores / 2, signed),
+              ("3. masked: padding, future", blocked, dict(signed, masked=~allowed)),
+              ("4. softmax: a row sums to 1", weights, dict(masked=~allowed)), ("5. times V", output, signed)]
     figure, axes, bar = axes_grid("softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 0.95)
-    for ax, title, values in zip(axes[0], ("Q: what a word looks for", "K: what it is found by", "V: what it hands over"),
-                                 (q, k, v)):
-        draw_map(ax, values, words, dimensions, **signed)
-        ax.set_title(title, fontsize=9)
-        ax.set_xlabel("d_k")
-    axes[0][3].set_axis_off()
-    axes[0][4].set_axis_off()
     axes[0][3].text(0, 0.5, "1. every query times every key\n2. smaller numbers, a softer softmax\n"
                     "3. −∞ where a query may not look\n4. each row becomes shares of 1\n"
                     "5. the mean of V by these shares", fontsize=10, linespacing=1.8, va="center")
-    panels = [("1. QKᵀ", scores, signed), ("2. divided by √d_k = 2", scores / 2, signed),
-              ("3. masked: padding, future", blocked, dict(signed, masked=~allowed)),
-              ("4. softmax: a row sums to 1", weights, dict(masked=~allowed))]
-    for ax, (title, values, style) in zip(axes[1], panels):
-        image = draw_map(ax, values, words, words, **style)
+    for ax in axes[0][3:]:
+        ax.set_axis_off()
+    for ax, (title, values, style) in zip([*axes[0][:3], *axes[1]], panels):
+        keys = title[0] in "1234"  # those of the middle
+        image = draw_map(ax, values, words, words if keys else ["1", "2", "3", "4"], **style)
         ax.set_title(title, fontsize=9)
-        ax.set(xlabel="looks at (key)", ylabel="looks from (query)")
-    draw_map(axes[1][4], output, words, dimensions, **signed)
-    axes[1][4].set_title("5. times V", fontsize=9)
-    axes[1][4].set_xlabel("d_k")
-    figure.colorbar(image, cax=bar, label="weight (panel 4)")
+        ax.set(xlabel="looks at (key)" if keys else "d_k", ylabel="looks from (query)" if keys else "")
+        if values is weights:
+            figure.colorbar(image, cax=bar, label="weight (panel 4)")
     return figure
 
 
@@ -680,7 +646,8 @@ def draw_heads(subjects):
                 names.append(f"{kind}, layer {layer}, head {number}")
                 row = [(field, getattr(head, field), getattr(before, field)) for field in SHARES]
                 values.append([2 if value > LIMITS.get(field, 2) else value for field, value, _ in row])
-                texts.append(["" if math.isnan(value) else f"{statistic_text(field, value)} ({statistic_text(field, was)})"
+                texts.append(["" if math.isnan(value) else
+                              f"{statistic_text(field, value)} ({statistic_text(field, was)})"
                               for field, value, was in row])
     values = torch.tensor(values)
     cell = min(0.27, MOST_MAPS / len(names))
@@ -722,27 +689,23 @@ def draw_all(subjects):
 
 
 def font_families(text):
-    """Names of installed fonts that together can draw the text; a notice says which signs none of them has."""
+    """Names of fonts that together can draw the text: matplotlib takes a sign that one lacks from the next. A notice
+    names the signs that no installed font has."""
     from matplotlib import font_manager, ft2font
+    families = ["DejaVu Sans"]  # comes with matplotlib
     missing = set(map(ord, text)) - set(ft2font.FT2Font(font_manager.findfont("DejaVu Sans")).get_charmap())
-    fonts = {}  # path -> which of the missing signs the font has
-    for path in sorted(font_manager.findSystemFonts()) if missing else []:
-        with contextlib.suppress(OSError, RuntimeError):  # what is no font for matplotlib
-            fonts[path] = missing & set(ft2font.FT2Font(path).get_charmap())
-    families = ["DejaVu Sans"]  # comes with matplotlib, which falls back to the next for a sign that a font lacks
-    while any(fonts.values()):
-        path = max(fonts, key=lambda path: len(fonts[path]))
-        found = fonts.pop(path)
-        name = ft2font.FT2Font(path).family_name
-        if re.search("Last ?Resort|Emoji", name):
-            continue
-        with contextlib.suppress(OSError, RuntimeError):
-            font_manager.fontManager.addfont(path)  # it may be newer than matplotlib's list
-            families.append(name)
-            missing -= found
-            fonts = {path: signs - found for path, signs in fonts.items()}
+    paths = font_manager.findSystemFonts() if missing else []
+    # plain ones first, and of these the large ones, which have many signs
+    for path in sorted(paths, key=lambda path: ("Regular" not in path, "Serif" in path, -os.path.getsize(path))):
+        with contextlib.suppress(OSError, RuntimeError):  # a file that is no font for matplotlib
+            font = ft2font.FT2Font(path)
+            found = missing.intersection(font.get_charmap())
+            if found and not re.search("Last ?Resort|Emoji", font.family_name):
+                font_manager.fontManager.addfont(path)  # it may be newer than matplotlib's list
+                families.append(font.family_name)
+                missing -= found
     if missing:
-        print_notice(f"no installed font has {''.join(map(chr, sorted(missing)))[:20]}: the pictures have boxes there; for "
+        print_notice(f"no installed font has {''.join(map(chr, sorted(missing)))[:20]}: boxes in the pictures; for "
                      "Chinese, install for example fonts-noto-cjk")
     return families
 
@@ -797,11 +760,11 @@ def show_pictures(paths):
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-def check_text(name, option, text):
-    """ValueError if the model of a toy, which is not trained yet, cannot read the text."""
+def check_toy_text(name, option, text):
+    """ValueError if a toy's model, which need not be trained yet, could not read the text."""
     options = recipe_options(name)
     task = TASKS[name].read(options)
-    with contextlib.redirect_stderr(io.StringIO()):  # a notice comes again after the training
+    with contextlib.redirect_stderr(io.StringIO()):  # a notice comes when the trained model reads it
         readable_ids(task, task.build(task.config(options)), text, option)
 
 
@@ -832,10 +795,9 @@ def main(argv=None):
         if args.checkpoint:
             subjects = [Subject(None, args.checkpoint, device, args.text, args.source, args.data)]
         else:
-            text, source = args.text or TEXT, args.source or SOURCE
-            for name, option, given in ("sentiment", "--text", text), ("copy", "--source", source):
-                if not default_path(name).exists():
-                    check_text(name, option, given)
+            text, source = TEXT if args.text is None else args.text, SOURCE if args.source is None else args.source
+            check_toy_text("sentiment", "--text", text)
+            check_toy_text("copy", "--source", source)
             subjects = [Subject("sentiment", None, device, text=text), Subject("copy", None, device, source=source)]
     except ValueError as error:
         parser.error(str(error))
