@@ -279,7 +279,7 @@ class Subject:
         option, text, other = ("--text", text, source) if self.classifies else ("--source", source, text)
         if other is not None:
             raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option}")
-        examples, self.measured, question = examples_to_measure(self.task, self.model, data)
+        examples, measured, question = examples_to_measure(self.task, self.model, data)
         if text is None and question is None:
             raise ValueError(f"this model was trained on a file: say what to look at with {option} or --data")
 
@@ -295,11 +295,11 @@ class Subject:
         self.answer = f"{answer} ({float(share):.1%})" if tab else answer
 
         self.accuracy = self.checkpoint["metrics"]["accuracy"]
-        self.metric = f"{self.task.metric} {self.accuracy:.1%} after training"
         if data:
             self.task.valid = examples
             self.accuracy = self.task.evaluate(self.model, device)["accuracy"]
-            self.metric = f"{self.task.metric} {self.accuracy:.1%} on the lines measured here"
+        self.summary = (f"{self.path}: measured on {measured}; {self.task.metric} "
+                        f"{'on these' if data else 'after training'} {self.accuracy:.1%}")
         if not examples:
             half = ids[:max(1, len(ids) // 2)]
             examples = with_targets(self.task, self.model, [ids, half if self.classifies else half + [EOS]])
@@ -319,7 +319,7 @@ class Subject:
 
     def report(self):
         """Lines of text."""
-        yield f"{self.path}: {self.metric}; measured here: {self.measured}"
+        yield self.summary
         for kind, layers in self.layers.items():
             yield from ("", *table(kind, layers, self.layers_before[kind]))
         yield ""
@@ -371,7 +371,7 @@ def examples_to_measure(task, model, data):
     that was trained on a file has none without --data."""
     if data:
         if task.columns is None:
-            raise ValueError("--data: this model's task makes its own data")
+            raise ValueError("--data: this model was trained on examples that its task draws, not on a file")
         pairs = read_pairs(data, task.columns)
         some = evenly(pairs, MOST_INPUTS)
         examples, total, what = task.encode_pairs(some, data, task.most_tokens(model)), len(pairs), f"lines of {data}"
@@ -379,7 +379,7 @@ def examples_to_measure(task, model, data):
     else:
         examples = task.toy_examples()
         if examples is None:
-            return [], "the given text and its first half; more with --data FILE", None
+            return [], "the given text and its first half (--data FILE measures more)", None
         total, what, question = len(examples), "held-out examples", task.question
     size = max(len(side) for example in examples for side in example if isinstance(side, list))
     examples = evenly(examples, min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))
@@ -420,7 +420,8 @@ def text_map(weights, rows, columns, encoding, width):
                      for labels in (rows, columns))
     shades = SHADES if SHADES.encode(encoding, "replace").decode(encoding) == SHADES else ASCII_SHADES
     left = max(map(cells, rows)) + 1
-    cell = max(2, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
+    narrowest = max(cells(label[:1]) for label in columns) + 1
+    cell = max(narrowest, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
     fitting = max(1, (width - left) // cell)
     yield (" " * left + "".join(fill(label, cell - 1) + " " for label in columns[:fitting])).rstrip()
     for label, row in zip(rows, weights.tolist()):
@@ -557,7 +558,7 @@ def draw_masks():
             ax.set(xlabel="looks at (key)", ylabel="looks from (query)")
     bar.set_axis_off()
     bar.legend(handles=[Patch(facecolor=image.cmap(0.5), label="may look"), Patch(**MASKED, label="masked")],
-               loc="center left", bbox_to_anchor=(-0.6, 0.5), frameon=False, handlelength=1)
+               loc="center left", bbox_to_anchor=(-2, 0.5), frameon=False, handlelength=1)
     return figure
 
 
