@@ -1680,7 +1680,7 @@ def test_report_tells_answers_what_is_measured_and_how_to_read_it():
     out, report = drawn()[1], drawn()[3][str(Path("a/b/report.txt"))].decode()
     assert out.startswith("so dull -> negative (") and "\n3 1 3 -> 3 1 3\n\ncross attention, layer 1, mean of 2 heads" in out
     for text in ["sentiment.pt: measured on 216 of 216 held-out examples; accuracy after training 100.0%\n\nclassifier ",
-                 "copy.pt: measured on 300 of 1,000 held-out examples; greedy exact match after training 100.0%",
+                 "copy.pt: measured on 250 of 1,000 held-out examples; greedy exact match after training 100.0%",
                  "before training", visualize.LEGEND, "Attention is not an explanation"]:
         assert text in report, text
     assert report.startswith("checkpoints") and report in out
@@ -1735,10 +1735,9 @@ def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
     assert visualize.fill("我我我", 5) == "我我 " and visualize.fill("ab", 3) == "ab "
 
 
-def test_repeated_words_are_numbered_and_inputs_chosen_evenly():
+def test_repeated_words_are_numbered():
     assert visualize.numbered(["film", "a", "film", "film"]) == ["film", "a", "film·2", "film·3"]
     assert visualize.numbered(["x" * 14, "x" * 20, "x" * 21]) == ["x" * 14, "x" * 13 + "…", "x" * 13 + "…·2"]
-    assert visualize.evenly(list("abcdefg"), 3) == ["a", "c", "e"] and visualize.evenly([1, 2], 2) == [1, 2]
 
 
 def test_label_counts_are_checked():
@@ -1773,26 +1772,12 @@ def test_rows_are_queries_masked_cells_are_not_painted_and_numbers_can_be_read()
 
 
 @slow
-def test_pictures_hold_all_that_is_drawn():
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    wide, long = ["word"] * 3, ["a longer word…"] * 30
-    grids = [visualize.draw_grid("t", torch.rand(1, 2, len(rows), len(columns)), rows, columns,
-                                 torch.zeros(len(rows), len(columns), dtype=torch.bool), ["layer 1"], "\nto produce", 0)
-             for rows, columns in ((wide, long), (long, wide), (["a"], ["b"]))]
-    titled = visualize.draw_grid("title " * 20 + "\nsecond line", torch.rand(3, 1, 2, 2), "ab", "cd",
-                                 torch.zeros(2, 2, dtype=torch.bool), ["layer 1", "layer 2", "layer 3"])
-    for figure, right in [(visualize.draw_masks(), 1), (visualize.draw_steps(), 1), *zip(grids, [1, 1, 1]), (titled, 2)]:
-        box = figure.get_tightbbox(FigureCanvasAgg(figure).get_renderer())  # in inches
-        width, height = figure.get_size_inches()
-        margins = box.x0, box.y0, width - box.x1, height - box.y1
-        assert all(0 <= margin < most for margin, most in zip(margins, (1, 0.6, right, 0.3))), margins
+def test_maps_stand_in_a_grid():
     figure, axes, bar = visualize.axes_grid("t", 2, 3, 1.5, 0.5, 0.7, 0.3)
     boxes = [ax.get_position().transformed(figure.transSubfigure).transformed(figure.dpi_scale_trans.inverted())
              for ax in [*axes[0], *axes[1]]]
     assert all(abs(box.width - 1.5) + abs(box.height - 0.5) < 1e-6 for box in boxes)
-    assert abs(boxes[1].x0 - boxes[0].x1 - 0.7) < 1e-6 and abs(boxes[0].y0 - boxes[3].y1 - 0.3 - 0.35) < 1e-6
-    lowest, highest = grids[0].axes[0].patches, grids[2].axes[1].patches
-    assert [patch.get_xy() for patch in lowest + highest] == [(-0.5, -0.5)] * 2 and lowest[0].get_width() == 30
+    assert abs(boxes[1].x0 - boxes[0].x1 - 0.7) < 1e-6 and abs(boxes[0].y0 - boxes[3].y1 - 0.3) < 1e-6
 
 
 @slow

@@ -373,7 +373,7 @@ def examples_to_measure(task, model, data):
         if task.columns is None:
             raise ValueError("--data: this model was trained on examples that its task draws, not on a file")
         pairs = read_pairs(data, task.columns)
-        some = evenly(pairs, MOST_INPUTS)
+        some = pairs[::math.ceil(len(pairs) / MOST_INPUTS)]
         examples, total, what = task.encode_pairs(some, data, task.most_tokens(model)), len(pairs), f"lines of {data}"
         question = min((text for text, _ in some), key=lambda text: abs(len(tokenize(text)) - 10))
     else:
@@ -382,13 +382,8 @@ def examples_to_measure(task, model, data):
             return [], "the given text and its first half (--data FILE measures more)", None
         total, what, question = len(examples), "held-out examples", task.question
     size = max(len(side) for example in examples for side in example if isinstance(side, list))
-    examples = evenly(examples, min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))
+    examples = examples[::math.ceil(len(examples) / min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))]
     return examples, f"{len(examples)} of {total:,} {what}", question
-
-
-def evenly(items, most):
-    """At most that many of the items, from all over the list."""
-    return [items[i * len(items) // most] for i in range(most)] if len(items) > most else items
 
 
 def numbered(words):
@@ -451,35 +446,27 @@ def fill(text, width):
 
 MASKED = dict(facecolor="0.93", edgecolor="0.7", hatch="////", linewidth=0)
 SIGNED = dict(cmap="RdBu_r", vmin=-1, vmax=1)  # colours for numbers round 0
-# In inches:
-LETTER, LINE = 0.085, 0.2  # width of a letter of a label, height of a line of the title
-LABEL_CELL = 0.14          # a cell of this height has room for a label,
-NUMBER_CELL = 0.25         # of this for a number,
-USUAL_CELL = 0.36          # and this is it in a map of up to 12 tokens
-USUAL_MAP, MOST_MAPS = 4.3, 28  # width and height of a larger map, of all maps of a picture together
-BAR_HEIGHT = 3
+# In inches: the height of a cell that has room for a label, for a number, of one in a map of up to 12 tokens;
+LABEL_CELL, NUMBER_CELL, USUAL_CELL = 0.14, 0.25, 0.36
+USUAL_MAP, MOST_MAPS = 4.3, 28  # the side of a larger map, of all maps of a picture together
 DPI = 100
 
 
-def axes_grid(title, rows, columns, width, height, left, bottom, shared=False):
-    """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. left and bottom
-    are the inches that labels need: at all axes or, shared, only at the edge."""
+def axes_grid(title, rows, columns, width, height, apart_x, apart_y):
+    """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. Labels and title
+    stand outside of the figure: savefig(bbox_inches="tight") takes them in."""
     from matplotlib.figure import Figure
-    apart_x, apart_y = (0.15, 0.35) if shared else (left, bottom + 0.35)
-    wide = left + columns * (width + apart_x) - apart_x + 1
-    high = bottom + rows * (height + apart_y) - apart_y + 0.7 + LINE * title.count("\n")
-    total = max(wide, LETTER * max(map(cells, title.split("\n"))) + 0.3)
+    total, high = columns * (width + apart_x) - apart_x, rows * (height + apart_y) - apart_y
     figure = Figure(figsize=(total, high))
 
     def axes_at(x, y, width, height):
         return figure.add_axes((x / total, y / high, width / total, height / high))
 
-    axes = [[axes_at(left + j * (width + apart_x), bottom + i * (height + apart_y), width, height)
-             for j in range(columns)] for i in reversed(range(rows))]
-    maps_height = rows * (height + apart_y) - apart_y
-    bar_height = min(BAR_HEIGHT, rows * height)
-    bar = axes_at(wide - 0.85, bottom + (maps_height - bar_height) / 2, 0.15, bar_height)
-    figure.suptitle(title, fontsize=11, y=1 - 0.1 / high, va="top")
+    axes = [[axes_at(j * (width + apart_x), i * (height + apart_y), width, height) for j in range(columns)]
+            for i in reversed(range(rows))]
+    bar_height = min(3, rows * height)
+    bar = axes_at(total + 0.15, (high - bar_height) / 2, 0.15, bar_height)
+    figure.suptitle(title, fontsize=11, y=1 + 0.4 / high, va="bottom")
     return figure, axes, bar
 
 
@@ -549,7 +536,7 @@ def draw_masks():
     ids = torch.tensor([[4, 5, 6, 7], [8, 9, PAD, PAD]])
     masks = {"padding: make_padding_mask": make_padding_mask(ids), "causal: subsequent_mask": subsequent_mask(4)[None],
              "both: make_target_mask": make_target_mask(ids)}
-    figure, axes, bar = axes_grid("the masks of two sentences in one batch", 2, 3, 1.8, 1.8, 0.95, 0.95)
+    figure, axes, bar = axes_grid("the masks of two sentences in one batch", 2, 3, 1.8, 1.8, 0.95, 1.3)
     for i, words in enumerate((["I", "love", "this", "film"], ["so", "dull", "<pad>", "<pad>·2"])):
         for ax, (name, mask) in zip(axes[i], masks.items()):
             allowed = mask.expand(2, 1, 4, 4)[i, 0]
@@ -558,7 +545,7 @@ def draw_masks():
             ax.set(xlabel="looks at (key)", ylabel="looks from (query)")
     bar.set_axis_off()
     bar.legend(handles=[Patch(facecolor=image.cmap(0.5), label="may look"), Patch(**MASKED, label="masked")],
-               loc="center left", bbox_to_anchor=(-2, 0.5), frameon=False, handlelength=1)
+               loc="center left", bbox_to_anchor=(0, 0.5), frameon=False, handlelength=1)
     return figure
 
 
@@ -578,7 +565,7 @@ def draw_steps():
               ("1. QKᵀ", scores, signed), ("2. divided by √d_k = 2", scores / 2, signed),
               ("3. masked: padding, future", blocked, dict(signed, masked=~allowed)),
               ("4. softmax: a row sums to 1", weights, dict(masked=~allowed)), ("5. times V", output, signed)]
-    figure, axes, bar = axes_grid("softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 0.95)
+    figure, axes, bar = axes_grid("softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 1.3)
     axes[0][3].text(0, 0.5, "1. every query times every key\n2. smaller numbers, a softer softmax\n"
                     "3. −∞ where a query may not look\n4. each row becomes shares of 1\n"
                     "5. the mean of V by these shares", fontsize=10, linespacing=1.8, va="center")
@@ -602,10 +589,8 @@ def draw_grid(title, weights, rows, columns, masked, names, looks_from="", frame
     most = max(queries, keys)
     cell = USUAL_CELL if most <= 12 else max(LABEL_CELL, USUAL_MAP / most)
     cell = min(cell, MOST_MAPS / (heads * keys), MOST_MAPS / (layers * queries))
-    width = max(keys * cell, LETTER * max(len(f"{name}, head {heads}") for name in names))
-    height = max(1.3, queries * cell)
-    left, bottom = (margin + LETTER * max(map(cells, labels)) for margin, labels in ((0.65, rows), (0.4, columns)))
-    figure, axes, bar = axes_grid(title, layers, heads, width, height, left, bottom, shared=True)
+    width = max(keys * cell, 0.085 * len(f"{names[-1]}, head {heads}"))  # a letter of the title is so wide
+    figure, axes, bar = axes_grid(title, layers, heads, width, max(1.3, queries * cell), 0.15, 0.35)
     for i, h in itertools.product(range(layers), range(heads)):
         ax = axes[i][h]
         image = draw_map(ax, weights[i, h], rows, columns, masked, cell)
@@ -653,7 +638,7 @@ def draw_heads(subjects):
     values = torch.tensor(values)
     cell = min(0.27, MOST_MAPS / len(names))
     title = "what each head does; in brackets: before training; an error would be red"
-    figure, ((ax,),), bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 2.1, 0.3)
+    figure, ((ax,),), bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 0, 0)
     image = draw_map(ax, values.nan_to_num(), names, list(map(heading, SHARES)), values.isnan(), cell, texts)
     ax.tick_params(axis="x", rotation=0)
     figure.colorbar(image, cax=bar, label="share")
@@ -730,7 +715,7 @@ def save_pictures(subjects, out):
         matplotlib.rcParams.update({"font.family": families, "font.size": 9, "text.parse_math": False,
                                     "hatch.linewidth": 0.5})
         for file, figure in draw_all(subjects):
-            figure.savefig(out / file, dpi=DPI)
+            figure.savefig(out / file, dpi=DPI, bbox_inches="tight")
             print(out / file, flush=True)
             paths.append(out / file)
     return paths
@@ -747,9 +732,8 @@ def show_pictures(paths):
             raise RuntimeError("there is no display")
         for path in paths:
             picture = pyplot.imread(path)
-            height, width = picture.shape[:2]
-            figure = pyplot.figure(path.name, figsize=(width / DPI, height / DPI))
-            axes = figure.add_axes((0, 0, 1, 1))
+            height, width, _ = picture.shape
+            axes = pyplot.figure(path.name, figsize=(width / DPI, height / DPI)).add_axes((0, 0, 1, 1))
             axes.imshow(picture, origin="upper")
             axes.set_axis_off()
         pyplot.show()
