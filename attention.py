@@ -5,6 +5,7 @@ Notation, here and in every file:
 
     batch, len     sequences in a batch, tokens in a sequence
     query, key     as sizes: how many positions look, how many are looked at
+    weights        attention weights, a row per query; what a model learns is called its parameters
     d_model        width of a token's vector
     heads, d_k     number of heads, width of one head: heads * d_k = d_model
     Q, K, V        what a position looks for, what it offers to be found by, what it hands over when found
@@ -19,11 +20,11 @@ from torch import nn
 
 
 def attention(query, key, value, mask=None, dropout=None):
-    """softmax(Q K^T / sqrt(d_k)) V: the output (..., query, d_v) and the weights (..., query, key).
+    """softmax(Q K^T / sqrt(d_k)) V: the output (..., query, d_v) and the attention weights (..., query, key).
 
     query (..., query, d_k), key (..., key, d_k), value (..., key, d_v). mask broadcasts to (..., query, key), True
-    where a query may look. A row of weights sums to 1, or to 0 where the query may look nowhere. dropout is a module;
-    the weights that come back are those before it. (Paper 3.2.1; article 1, 3.2; article 2, 2.1.)
+    where a query may look. A row of weights sums to 1; a fully masked row has zero weights and zero output. dropout is
+    a module; the weights that come back are those before it. (Paper 3.2.1; article 1, 3.2; article 2, 2.1.)
     """
     scores = (query / math.sqrt(query.size(-1))) @ key.transpose(-2, -1)  # scaled first: Q K^T alone overflows float16
     if mask is not None:
@@ -37,10 +38,10 @@ def attention(query, key, value, mask=None, dropout=None):
 
 
 def open_blocked_rows(mask):
-    """The mask with its all-False rows set to True, and (..., query, 1), True at those rows.
+    """The mask with its fully masked rows set to True, and (..., query, 1), True at those rows.
 
-    The softmax of a row of -inf is nan. So a query that may look nowhere looks everywhere first, and its result is
-    zeroed afterwards: no nan arises in between, in the values or in the gradients.
+    The softmax of a fully masked row, of -inf alone, is nan. So a query that may look nowhere looks everywhere first,
+    and its result is zeroed afterwards: no nan arises in between, in the values or in the gradients.
     """
     mask = as_bool(mask)
     nowhere = ~mask.any(dim=-1, keepdim=True)
@@ -96,7 +97,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"d_model ({d_model}) must be a positive multiple of num_heads ({num_heads})")
         self.d_model, self.num_heads, self.d_k = d_model, num_heads, d_model // num_heads
         self.w_q = nn.Linear(d_model, d_model)
-        self.w_k = nn.Linear(d_model, d_model)
+        self.w_k = nn.Linear(d_model, d_model)  # its bias adds one number to a whole row of scores: softmax ignores it
         self.w_v = nn.Linear(d_model, d_model)
         self.w_o = nn.Linear(d_model, d_model)
         self.attention = ScaledDotProductAttention(dropout)
@@ -110,21 +111,25 @@ class MultiHeadAttention(nn.Module):
         query) appends the new positions to the keys and values kept there; cross-attention computes them once.
         """
         q = self.split(self.w_q(query))  # (batch, heads, query, d_k)
-        is_cross = key is not query  # the same object, not equal values
-        if cache is not None and is_cross and self in cache:
-            k, v = cache[self]
+        if cache is None:
+            k, v = self.keys_and_values(key, value)  # (batch, heads, key, d_k)
         else:
-            k, v = self.split(self.w_k(key)), self.split(self.w_v(value))  # (batch, heads, key, d_k)
-            if cache is not None and self in cache:
-                k, v = (torch.cat([old, new], dim=2) for old, new in zip(cache[self], (k, v)))
-        if cache is not None:
-            cache[self] = k, v
+            if self not in cache:
+                cache[self] = self.keys_and_values(key, value)
+            elif key is query:  # the same object, not equal values: self-attention
+                new = self.keys_and_values(key, value)
+                cache[self] = [torch.cat(both, dim=2) for both in zip(cache[self], new)]
+            k, v = cache[self]
 
         if mask is not None:
             mask = self.prepare_mask(mask, q.size(0), q.size(2), k.size(2))
         output, weights = self.attention(q, k, v, mask)  # (batch, heads, query, d_k)
         self.attn = None if weights is None else weights.detach()  # else the whole step's graph stays in memory
         return self.w_o(self.merge(output)), weights
+
+    def keys_and_values(self, key, value):
+        """Twice (batch, key, d_model) -> twice (batch, heads, key, d_k)."""
+        return self.split(self.w_k(key)), self.split(self.w_v(value))
 
     def split(self, x):
         """(batch, len, d_model) -> (batch, heads, len, d_k)
@@ -146,9 +151,9 @@ class MultiHeadAttention(nn.Module):
         Any other rank or size is a ValueError, never a guess. A causal mask is 3-D (see subsequent_mask): as 2-D it
         would read as (batch, key).
         """
-        allowed = {2: [(batch,), (key,)],
-                   3: [(batch, 1), (query, 1), (key,)],
-                   4: [(batch, 1), (self.num_heads, 1), (query, 1), (key,)]}.get(mask.dim())  # None for any other rank
+        allowed = {2: [{batch}, {key}],
+                   3: [{batch, 1}, {query, 1}, {key}],
+                   4: [{batch, 1}, {self.num_heads, 1}, {query, 1}, {key}]}.get(mask.dim())  # None for any other rank
         if allowed is None or any(size not in sizes for size, sizes in zip(mask.shape, allowed)):
             raise ValueError(f"mask of shape {tuple(mask.shape)} does not fit attention of shape (batch, heads, query, "
                              f"key) = {(batch, self.num_heads, query, key)}; it may be (batch, key), (batch or 1, "

@@ -1,5 +1,5 @@
 """
-The two models: a classifier (article 1) and an encoder-decoder (article 2), and greedy decoding.
+The two models: a classifier (article 1) and an encoder-decoder (article 2), greedy decoding and beam search.
 
     TransformerClassifier:  ids -> embed -> Encoder -> first token -> Linear -> logits
     EncoderDecoder:         source ids -> embed -> Encoder -> memory
@@ -10,6 +10,7 @@ Both return logits: the softmax is the loss's business. Notation: see attention.
 import contextlib
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attention import MultiHeadAttention, make_padding_mask, make_target_mask, subsequent_mask
@@ -53,6 +54,11 @@ class Decoder(nn.Module):
             x = layer(x, memory, src_mask, tgt_mask, cache)
         return self.norm(x)
 
+    def cached_length(self, cache):
+        """How many target positions a cache holds that is not empty."""
+        keys, _ = cache[self.layers[0].self_attn]  # (batch, heads, positions, d_k), as many in every layer
+        return keys.size(2)
+
 
 class TransformerClassifier(nn.Module):
     """Encoder and a linear layer on the first token (article 1, 4.6)."""
@@ -67,8 +73,8 @@ class TransformerClassifier(nn.Module):
         init_weights(self)
 
     def forward(self, tokens, mask=None):
-        """(batch, len) ids and their padding mask -> logits (batch, classes), [weights (batch, heads, len, len) per
-        layer] (None each when fused)."""
+        """(batch, len) ids and their padding mask -> logits (batch, classes), [attention weights (batch, heads, len,
+        len) per layer] (None each when fused)."""
         x = self.encoder(self.embed(tokens), mask)  # (batch, len, d_model)
         return self.classify(x[:, 0]), [layer.self_attn.attn for layer in self.encoder.layers]
 
@@ -91,7 +97,7 @@ class EncoderDecoder(nn.Module):
         that it does not hold yet; tgt and tgt_mask are given whole all the same."""
         x = self.tgt_embed(tgt)
         if cache:  # not at the first step: the dict is still empty
-            known = cache[self.decoder.layers[0].self_attn][0].size(2)  # its keys are (batch, heads, known, d_k)
+            known = self.decoder.cached_length(cache)
             x, tgt_mask = x[:, known:], tgt_mask[..., known:, :]
         return self.decoder(x, memory, src_mask, tgt_mask, cache)
 
@@ -117,7 +123,7 @@ def make_model(src_vocab, tgt_vocab, *, num_layers=6, d_model=512, num_heads=8, 
 
 
 def init_weights(model):
-    """Every Linear: Xavier weights, zero bias. Embeddings keep the deviation that their class gives them."""
+    """Every Linear: Xavier weights, zero bias. Embeddings keep the standard deviation that their class gives them."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -137,17 +143,34 @@ def evaluating(model):
             module.training = training
 
 
-def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, use_cache=True):
-    """(batch, source) ids -> (batch, at most max_len) ids: at each step the likeliest token.
-
-    A row has no BOS; it ends with its EOS, if that was chosen, and PAD after it. PAD and BOS are never chosen, so PAD
-    always means "after EOS". A row leaves the batch at its own EOS; the call ends with the last row. The cache changes
-    the time, not the result. ValueError if max_len is above the decoder's position table.
-    """
+def check_max_len(model, max_len):
+    """ValueError if max_len is above the decoder's position table."""
     for module in model.tgt_embed.modules():
         if isinstance(module, PositionalEncoding) and max_len > module.max_len:
-            raise ValueError(f"greedy_decode: max_len ({max_len}) is above the decoder's max_len ({module.max_len})")
+            raise ValueError(f"decoding: max_len ({max_len}) is above the decoder's max_len ({module.max_len})")
 
+
+def next_logits(model, memory, src_mask, tgt, cache, forbidden):
+    """Logits of the token after tgt, (rows, tgt_vocab). Those of the forbidden ids are -inf."""
+    states = model.decode(memory, src_mask, tgt, subsequent_mask(tgt.size(1), tgt.device), cache)
+    logits = model.generator(states[:, -1])
+    logits[:, forbidden] = float("-inf")
+    return logits
+
+
+def select_rows(cache, rows):
+    """The cache of these rows alone, in this order: rows are indices, or True at those to keep. None stays None."""
+    return None if cache is None else {module: (k[rows], v[rows]) for module, (k, v) in cache.items()}
+
+
+def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, unk=UNK, use_cache=True):
+    """(batch, source) ids -> (batch, at most max_len) ids: at each step the likeliest token.
+
+    A row has no BOS; it ends with its EOS, if that was chosen, and PAD after it. PAD, BOS and UNK are never chosen, so
+    PAD always means "after EOS". A row leaves the batch at its own EOS; the call ends with the last row. The cache
+    changes the time, not the result. ValueError if max_len is above the decoder's position table.
+    """
+    check_max_len(model, max_len)
     with evaluating(model):
         src_mask = make_padding_mask(src, pad)
         memory = model.encode(src, src_mask)
@@ -155,24 +178,66 @@ def greedy_decode(model, src, max_len, *, bos=BOS, eos=EOS, pad=PAD, use_cache=T
         result = torch.full((src.size(0), max_len), pad, device=src.device)
         rows = torch.arange(src.size(0), device=src.device)  # which rows of the result are still being written
         tgt = torch.full((src.size(0), 1), bos, device=src.device)
-        causal = subsequent_mask(max_len, src.device)
 
         for step in range(max_len):
-            states = model.decode(memory, src_mask, tgt, causal[:, :step + 1, :step + 1], cache)
-            logits = model.generator(states[:, -1])  # (rows, tgt_vocab)
-            logits[:, [pad, bos]] = float("-inf")
-            chosen = logits.argmax(dim=-1)
+            chosen = next_logits(model, memory, src_mask, tgt, cache, [pad, bos, unk]).argmax(dim=-1)  # (rows,)
             result[rows, step] = chosen
             tgt = torch.cat([tgt, chosen[:, None]], dim=1)
 
             going = chosen != eos
             if not going.all():
                 rows, tgt, memory, src_mask = rows[going], tgt[going], memory[going], src_mask[going]
-                for module, (k, v) in (cache or {}).items():
-                    cache[module] = k[going], v[going]
+                cache = select_rows(cache, going)
             if rows.numel() == 0:
                 return result[:, :step + 1]
         return result
+
+
+def beam_decode(model, src, max_len, beams=4, *, bos=BOS, eos=EOS, pad=PAD, unk=UNK, use_cache=True):
+    """(batch, source) ids -> (batch, at most max_len) ids: of the sequences that a beam search meets, the best.
+
+    A row's beams are its `beams` likeliest sequences so far. Each grows by every token, and the likeliest results are
+    the next beams; a finished one keeps its slot unchanged. The best has the largest sum of log-probabilities per
+    token, EOS included: the sum alone would favour short ones. At max_len a sequence counts without EOS. One beam is
+    greedy_decode, and the rest is as there: the form of the result, the forbidden tokens, the cache, the ValueError.
+    """
+    if beams < 1:
+        raise ValueError(f"beam_decode: beams ({beams}) must be at least 1")
+    check_max_len(model, max_len)
+    with evaluating(model):
+        src_mask = make_padding_mask(src, pad)
+        memory = model.encode(src, src_mask).repeat_interleave(beams, dim=0)  # a text's beams stand side by side
+        src_mask = src_mask.repeat_interleave(beams, dim=0)
+        cache = {} if use_cache else None
+        result = torch.full((src.size(0), max_len), pad, device=src.device)
+        rows = torch.arange(src.size(0), device=src.device)  # which rows of the result are still being written
+        tgt = torch.full((src.size(0), beams, 1), bos, device=src.device)
+        total = torch.full((src.size(0), beams), float("-inf"), device=src.device)  # -inf: an empty slot
+        total[:, 0] = 0.0  # one beam at first
+        finished = torch.zeros_like(total, dtype=torch.bool)
+
+        for step in range(max_len):
+            logits = next_logits(model, memory, src_mask, tgt.flatten(0, 1), cache, [pad, bos, unk])
+            log_p = F.log_softmax(logits.float(), dim=-1).unflatten(0, total.shape)  # (rows, beams, tgt_vocab)
+            scores = total[:, :, None] + log_p
+            scores[finished] = float("-inf")  # a finished beam goes on in one way, with PAD, and before all others
+            scores[..., pad][finished] = float("inf")
+            best, place = scores.flatten(1).topk(beams)  # (rows, beams), like the next five
+            parent, token = place // scores.size(2), place % scores.size(2)
+            old = torch.arange(rows.numel(), device=src.device)[:, None], parent
+            total = torch.where(finished[old], total[old], best)
+            finished = finished[old] | ((token == eos) & total.isfinite())
+            tgt = torch.cat([tgt[old], token[:, :, None]], dim=2)  # (rows, beams, step + 2)
+
+            going = (total.isfinite() & ~finished).any(dim=1) & (step + 1 < max_len)
+            winner = (total / (tgt[:, :, 1:] != pad).sum(dim=2)).argmax(dim=1)
+            result[rows[~going], :step + 1] = tgt[~going, winner[~going], 1:]
+            kept = (old[0] * beams + parent)[going].flatten()
+            memory, src_mask, cache = memory[kept], src_mask[kept], select_rows(cache, kept)
+            rows, tgt, total, finished = rows[going], tgt[going], total[going], finished[going]
+            if rows.numel() == 0:
+                break
+        return result[:, (result != pad).any(dim=0)]
 
 
 def print_shapes(model, ids, masks):

@@ -4,7 +4,7 @@ Every property this project promises, as tests. The order is that of the files.
     python test_all.py            all of them; the last line is "N passed, N failed", the exit status 1 on a failure
     python test_all.py -k mask    those whose name contains "mask"
     pytest test_all.py            the same tests, for those who have pytest
-    python test_all.py --drills   ten bugs that learners really make: what the loss says, and which tests notice
+    python test_all.py --drills   ten bugs that learners really make, injected: what the loss says, which tests notice
     python test_all.py --bench    how fast, beside PyTorch's own modules
 
 The reference is PyTorch with the same weights: nn.MultiheadAttention, nn.LayerNorm, nn.Transformer. Values and
@@ -13,6 +13,7 @@ gradients agree to 1e-10 in float64. Where there is no reference, a test spells 
 import argparse
 import contextlib
 import functools
+import inspect
 import io
 import itertools
 import math
@@ -30,6 +31,7 @@ import traceback
 import unittest.mock
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +43,23 @@ import translate
 import visualize
 from attention import (MultiHeadAttention, ScaledDotProductAttention, attention, make_padding_mask, make_target_mask,
                        subsequent_mask)
-from model import BOS, EOS, PAD, UNK, Decoder, Encoder, EncoderDecoder, TransformerClassifier, greedy_decode, make_model
+from model import (BOS, EOS, PAD, UNK, Decoder, Encoder, EncoderDecoder, TransformerClassifier, beam_decode,
+                   greedy_decode, make_model, print_shapes)
 from transformer_layer import (DecoderLayer, Embeddings, EncoderLayer, LayerNorm, PositionalEncoding,
                                PositionwiseFeedForward, SublayerConnection)
 
 HERE = Path(__file__).resolve().parent
 SOURCES = {name: (HERE / f"{name}.py").read_text("utf-8")  # in reading order
            for name in ("attention", "transformer_layer", "model", "train", "translate", "visualize")}
+
+
+swapped = mock.patch.object  # with swapped(owner, name, value): inside, owner.name is value
+
+
+def slow(test):
+    """A decorator for tests that train, draw or start processes: --drills leaves them out."""
+    test.slow = True
+    return test
 
 
 def setup_function():
@@ -87,11 +99,9 @@ def raises(error, words, call, *args, **kwargs):
         raise AssertionError(f"no {error.__name__}")
 
 
-def noting(module, name):
-    """Makes module.name note its arguments at each call, in the list that comes back."""
-    calls, method = [], getattr(module, name)
-    setattr(module, name, lambda *args, **kwargs: (calls.append(args), method(*args, **kwargs))[1])
-    return calls
+def counted(owner, name):
+    """Inside: owner.name works as before, and is a mock that knows its calls."""
+    return swapped(owner, name, wraps=getattr(owner, name))
 
 
 def packed(ours, get=lambda parameter: parameter):
@@ -149,17 +159,6 @@ def set_fused(model, fused):
 
 
 @contextlib.contextmanager
-def swapped(owner, name, value):
-    """Inside: owner.name is value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def working_directory():
     """A fresh directory to write in, left and removed afterwards."""
     before = os.getcwd()
@@ -174,16 +173,12 @@ def working_directory():
 def call(main, *argv, stdin=b""):
     """main([...]) as a user would call it -> exit status, stdout, stderr."""
     out, err = io.StringIO(), io.StringIO()
-    source = io.TextIOWrapper(io.BytesIO(stdin))
-    before, sys.stdin = sys.stdin, source
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                status = main(list(argv))
-            except SystemExit as error:
-                status = error.code
-    finally:
-        sys.stdin = before
+    with swapped(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin))), contextlib.redirect_stdout(out), \
+            contextlib.redirect_stderr(err):
+        try:
+            status = main(list(argv))
+        except SystemExit as error:
+            status = error.code
     return status, out.getvalue(), err.getvalue()
 
 
@@ -421,13 +416,12 @@ def test_stored_weights_are_detached_and_none_when_fused_which_is_read_at_every_
 
 
 def test_an_edit_of_attention_or_of_a_method_shows_its_effect():
-    mha, x, formula = MultiHeadAttention(8, 2).double(), rand(3, 5, 8), attention_file.attention
-    calls = [noting(mha, name) for name in ("split", "merge", "prepare_mask")] + [noting(attention_file, "attention")]
-    try:
+    mha, x = MultiHeadAttention(8, 2).double(), rand(3, 5, 8)
+    with contextlib.ExitStack() as patches:
+        calls = [patches.enter_context(counted(owner, name)) for owner, name in (
+            (mha, "split"), (mha, "merge"), (mha, "prepare_mask"), (attention_file, "attention"))]
         mha(x, x, x, subsequent_mask(5))
-    finally:
-        attention_file.attention = formula
-    assert [len(c) for c in calls] == [3, 1, 1, 1]
+    assert [c.call_count for c in calls] == [3, 1, 1, 1]
 
 
 def test_dot_products_have_variance_d_k_and_saturate_the_softmax_unless_scaled():
@@ -454,9 +448,14 @@ def printed(script):
 
 
 def test_attention_py_works_an_example_that_paper_and_pencil_repeat():
-    rows = [line.split() for line in printed("attention.py").splitlines() if line.startswith("  ")]
-    numbers = [[float(x) for x in row] for row in rows]
+    titles, rows = (([line for line in printed("attention.py").splitlines() if line.startswith("  ") == indented])
+                    for indented in (False, True))
+    assert [(title[0], title[-6:]) for title in titles] == [*zip("QKVssmwo", ["(3, 4)"] * 2 + ["(3, 2)"] +
+                                                                 ["(3, 3)"] * 4 + ["(3, 2)"])]
+    numbers = [[float(x) for x in row.split()] for row in rows]
     q, k, v, scores, scaled, masked, weights, output = (numbers[3 * i:3 * i + 3] for i in range(8))
+    assert [q, k, v] == [[[2, 0, 2, 0], [0, 2, 0, 0], [2, 2, 0, 0]], [[1, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]],
+                         [[1, 0], [0, 1], [2, 2]]]
     for i, j in itertools.product(range(3), range(3)):
         assert scores[i][j] == sum(a * b for a, b in zip(q[i], k[j])) and scaled[i][j] == scores[i][j] / 2
         assert masked[i][j] == (scaled[i][j] if j <= i else -math.inf)
@@ -469,11 +468,25 @@ def test_attention_py_works_an_example_that_paper_and_pencil_repeat():
 
 
 def test_transformer_layer_py_follows_a_vector_through_both_norm_orders():
-    lines = printed("transformer_layer.py").splitlines()
-    first, last = lines[2].split(), lines[8].split()
-    assert lines[1].split().count("cosine") == 2 and first == first[:5] * 2 and first[4] == "1.00"
-    assert last[-5] == "norm" and float(last[-4]) == 0 and last[-3:-1] == ["1.00", "8.00"]  # post-norm's end
-    assert all(float(line.split()[-1]) > 0.85 for line in (lines[4], lines[8]))  # the residual keeps x
+    _, heads, *rows, _, _ = printed("transformer_layer.py").splitlines()
+    torch.manual_seed(0)
+    x = PositionalEncoding(64, dropout=0.0)(Embeddings(64, 10)(torch.arange(5)[None]))
+    for norm_first, half in (True, slice(None, 41)), (False, slice(41, None)):
+        layer, now, steps = EncoderLayer(64, 4, 256, 0.0, norm_first), x, [("x", x)]
+        for name, sublayer, norm in [("attn", lambda x: layer.self_attn(x, x, x)[0], layer.self_attn_residual.norm),
+                                     ("ff", layer.feed_forward, layer.feed_forward_residual.norm)]:
+            change = sublayer(norm(now) if norm_first else now)
+            middle = [(name, change), (f"x + {name}", now + change)]
+            steps += [("norm(x)", norm(now)), *middle] if norm_first else [*middle, ("norm", norm(now + change))]
+            now = steps[-1][1]
+        same(now, layer(x), atol=1e-6)
+        assert heads[half].split() == ["pre-norm" if norm_first else "post-norm", "mean", "std", "size", "cosine"]
+        for line, (name, result) in zip(rows, steps):
+            v = result[0, 2]
+            numbers = v.mean(), v.std(correction=0), v.norm(), v @ x[0, 2] / v.norm() / x[0, 2].norm()
+            assert line[half][:10].strip() == name
+            same(torch.tensor([float(number) for number in line[half][10:].split()]), torch.stack(numbers), atol=0.0051)
+        assert len(rows) == len(steps)
 
 
 def test_embeddings_times_sqrt_d_model_are_as_large_as_the_positions():
@@ -555,11 +568,53 @@ def test_encoder_and_decoder_layer_equal_pytorch():
 
 
 def test_model_py_prints_the_shapes_on_the_way_and_counts_every_parameter():
-    for block in printed("model.py").split("EncoderDecoder"):
-        total, *parts = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= parameters|$)", block, re.M))
-        assert total == sum(parts)
-        assert "(2, 7, 32) and (2, 4, 7, 7)" in block
-    assert "(2, 5, 32) and (2, 4, 5, 7)" in block and "(2, 5, 20)" in block
+    sizes = dict(d_model=32, num_heads=4, num_layers=1, d_ff=64, max_len=10)
+    models = TransformerClassifier(20, num_classes=2, **sizes), make_model(20, 20, **sizes)
+    blocks = re.split(r"^(?=\w)", printed("model.py"), flags=re.M)[1:]
+    for model, block, reads in zip(models, blocks, ("(2, 7)", "(2, 7) and (2, 5)")):
+        title, *lines = block.splitlines()
+        total, shown = sum(p.numel() for p in model.parameters()), 0
+        assert title == f"{type(model).__name__}, {total:,} parameters, reads {reads}"
+        for name, kind, *shapes, count in map(str.split, lines):
+            module, length = model.get_submodule(name), 5 if name.startswith(("tgt", "dec", "gen")) else 7
+            weights = f" and {(2, 4, length, 7 if 'cross' in name else length)}" if kind == "MultiHeadAttention" else ""
+            outputs = {"classify": (2, 2), "generator": (2, 5, 20)}
+            assert type(module).__name__ == kind, name
+            assert " ".join(shapes) == f"{outputs.get(name, (2, length, 32))}{weights}", name
+            assert int(count.replace(",", "")) == sum(p.numel() for p in module.parameters()), name
+            shown += int(count.replace(",", ""))
+        assert shown == total
+
+
+def test_print_shapes_leaves_the_model_as_it_was():
+    model, ids = small_model(dropout=0.5).train(), torch.tensor([[4, 5, 6]])
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_shapes(model, [ids, ids], [None, None])
+        printed_once = out.getvalue()
+        model(ids, ids, None, None)
+    assert printed_once.count("(1, 3, 8)") > 20 and out.getvalue() == printed_once
+    assert all(module.training for module in model.modules())
+
+
+def test_defaults_are_those_that_the_text_promises():
+    layer = dict(dropout=0.1, norm_first=True)
+    decoding = dict(bos=BOS, eos=EOS, pad=PAD, unk=UNK, use_cache=True)
+    for function, wanted in {
+            attention: dict(mask=None, dropout=None), ScaledDotProductAttention: dict(dropout=0.1),
+            MultiHeadAttention: dict(dropout=0.1), make_padding_mask: dict(pad_idx=PAD),
+            make_target_mask: dict(pad_idx=PAD), PositionalEncoding: dict(max_len=5000, dropout=0.1),
+            LayerNorm: dict(eps=1e-5), PositionwiseFeedForward: dict(dropout=0.1), SublayerConnection: layer,
+            EncoderLayer: layer, DecoderLayer: layer, Encoder: layer, Decoder: layer,
+            TransformerClassifier: dict(dropout=0.1, norm_first=False),  # as in article 1
+            make_model: dict(layer, num_layers=6, d_model=512, num_heads=8, d_ff=2048, max_len=5000),
+            greedy_decode: decoding, beam_decode: dict(decoding, beams=4)}.items():
+        options = inspect.signature(function).parameters.values()
+        found = {option.name: option.default for option in options if option.default is not option.empty}
+        assert found == wanted, (function.__name__, found)
+    fused = {(type(module), module.fused) for model in (small_model(), small_classifier())
+             for module in model.modules() if hasattr(module, "fused")}
+    assert fused == {(ScaledDotProductAttention, False), (LayerNorm, False)}  # the formula, unless asked otherwise
+    assert (PAD, UNK, BOS, EOS) == (0, 1, 2, 3)
 
 
 def test_encoder_and_decoder_equal_pytorchs_transformer():
@@ -706,32 +761,45 @@ def test_every_tensor_follows_the_device_of_its_input():
     logits = small_model().to("meta")(meta, meta, *masks), small_classifier().to("meta")(meta, masks[0])[0]
     assert all(x.device.type == "meta" for x in (*masks, *logits, subsequent_mask(3, device="meta")))
     model = small_model()
-    wanted = make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)), greedy_decode(model, ids, 4)
+
+    def results():
+        return (make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)), greedy_decode(model, ids, 4),
+                beam_decode(model, ids, 4))
+    wanted = results()
     with torch.device("meta"):  # now a tensor made without a word about its device would not mix with the others
-        found = make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)), greedy_decode(model, ids, 4)
-    same(found, wanted)
+        same(results(), wanted)
 
 
-def slow_greedy(model, src, max_len, bos=BOS, eos=EOS, pad=PAD):
-    """What greedy_decode must return, row by row and word by word, with all of the prefix at every step."""
-    rows = []
+def log_probabilities(model, row, tgt, allowed, pad=PAD):
+    """Of each allowed token after every prefix of the rows of tgt, given one source: (rows, len, allowed)."""
+    src, tgt = row.expand(len(tgt), -1), torch.tensor(tgt)
+    logits = model(src, tgt, make_padding_mask(src, pad), subsequent_mask(tgt.size(1)))
+    return logits[:, :, allowed].log_softmax(dim=-1)
+
+
+def slow_decode(model, src, max_len, beams=1, bos=BOS, eos=EOS, pad=PAD, unk=UNK):
+    """What the two decoders must return: row by row and beam by beam, with all of the prefix at every step."""
+    rows, allowed = [], [i for i in range(model.generator.out_features) if i not in (pad, bos, unk)]
     for row in src:
-        words = []
-        while len(words) < max_len and eos not in words:
-            tgt = torch.tensor([[bos, *words]])
-            logits = model(row[None], tgt, make_padding_mask(row[None], pad), subsequent_mask(tgt.size(1)))
-            logits = logits[0, -1].tolist()
-            words.append(max(set(range(len(logits))) - {pad, bos}, key=logits.__getitem__))
-        rows.append(words)
-    length = max(len(words) for words in rows)
-    return torch.tensor([words + [pad] * (length - len(words)) for words in rows])
+        kept = [([], 0.0)]  # the beams: their tokens, and the sum of the log-probabilities
+        for _ in range(max_len):
+            done, going = ([beam for beam in kept if (eos in beam[0]) == ended] for ended in (True, False))
+            if not going:
+                break
+            after = log_probabilities(model, row, [[bos, *tokens] for tokens, _ in going], allowed, pad)[:, -1].tolist()
+            grown = [(tokens + [token], total + log_p) for (tokens, total), log_ps in zip(going, after)
+                     for token, log_p in zip(allowed, log_ps)]
+            kept = done + sorted(grown, key=lambda beam: -beam[1])[:beams - len(done)]
+        rows.append(max(kept, key=lambda beam: beam[1] / len(beam[0]))[0])
+    length = max(len(tokens) for tokens in rows)
+    return torch.tensor([tokens + [pad] * (length - len(tokens)) for tokens in rows])
 
 
 SRC = torch.tensor([[4, 5, 6, 7, 8], [9, 4, 0, 0, 0], [10, 9, 8, 0, 0], [0, 0, 0, 0, 0], [6, 6, 7, 4, 0]])
 
 
-def eager_model(seed, eos=EOS, **options):
-    """A model whose source decides when it ends, and that would like best to say PAD or BOS."""
+def eager_model(seed, bos=BOS, eos=EOS, pad=PAD, unk=UNK, **options):
+    """A model whose source decides when it ends, and that likes PAD, BOS and UNK best."""
     torch.manual_seed(seed)
     model = small_model(**options)
     with torch.no_grad():
@@ -739,7 +807,7 @@ def eager_model(seed, eos=EOS, **options):
             for w in (layer.cross_attn.w_q, layer.cross_attn.w_v, layer.cross_attn.w_o):
                 w.weight *= 2
         model.generator.weight *= 3
-        model.generator.bias[:4], model.generator.bias[eos] = 4.0, 2.0
+        model.generator.bias[[pad, bos, unk]], model.generator.bias[eos] = 4.0, 2.0
     return model
 
 
@@ -747,70 +815,126 @@ def test_greedy_decode_equals_a_slow_loop_over_rows_with_and_without_cache():
     steps = []  # at how many different steps a batch's rows ended
     for norm_first, seed in itertools.product((True, False), (4, 6)):
         model = eager_model(seed, norm_first=norm_first)
-        wanted = slow_greedy(model, SRC, 8)
+        wanted = slow_decode(model, SRC, 8)
         for use_cache in (True, False):
-            decoded = noting(model, "decode")
-            same(greedy_decode(model, SRC, 8, use_cache=use_cache), wanted)
-            assert len(decoded) == wanted.size(1)  # it stops with the last row
+            with counted(model, "decode") as decode:
+                same(greedy_decode(model, SRC, 8, use_cache=use_cache), wanted)
+            assert decode.call_count == wanted.size(1)  # it stops with the last row
+            same(beam_decode(model, SRC, 8, 1, use_cache=use_cache), wanted)
         steps.append(len(set((wanted != PAD).sum(1).tolist())))
     assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
 
 
-def test_greedy_decode_takes_other_special_ids():
-    src = torch.where(SRC == PAD, 9, torch.where(SRC == 9, PAD, SRC))
-    model = eager_model(0, eos=8)
-    ids = dict(bos=5, eos=8, pad=9)
-    same(greedy_decode(model, src, 4, **ids), slow_greedy(model, src, 4, **ids))
+def test_beam_decode_equals_a_slow_search_with_and_without_cache_and_each_row_alone():
+    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (2, 3)):
+        model = eager_model(seed, norm_first=norm_first)
+        wanted = slow_decode(model, SRC, 6, beams)
+        for use_cache in (True, False):
+            same(beam_decode(model, SRC, 6, beams, use_cache=use_cache), wanted)
+        for row, tokens in zip(SRC, wanted):
+            alone = beam_decode(model, row[row != PAD][None] if row.any() else row[None], 6, beams)
+            same(alone, tokens[tokens != PAD][None])
 
 
-def test_greedy_decode_encodes_once_and_decodes_until_all_rows_end_or_max_len():
+def test_beam_decode_finds_the_best_of_all_sequences_when_there_is_a_beam_for_each():
+    allowed, lengths = [EOS, 4, 5, 6], set()
+    everything = [s for n in (1, 2, 3) for s in itertools.product(allowed, repeat=n)
+                  if EOS not in s[:-1] and (n == 3 or s[-1] == EOS)]
+    for norm_first, seed in itertools.product((True, False), range(3)):
+        model, src = eager_model(seed, vocab=7, norm_first=norm_first), torch.tensor([[4, 5, 6, 6], [5, 6, 0, 0]])
+        for row in src:
+            log_p = log_probabilities(model, row, [[BOS, *s, PAD, PAD][:3] for s in everything], allowed).tolist()
+            means = [statistics.mean(of_step[allowed.index(token)] for of_step, token in zip(steps, s))
+                     for steps, s in zip(log_p, everything)]
+            best = everything[means.index(max(means))]
+            lengths.add(len(best))
+            for use_cache in (True, False):
+                assert beam_decode(model, row[None], 3, len(everything), use_cache=use_cache).tolist() == [[*best]]
+    assert lengths == {1, 2, 3}
+
+
+def test_a_finished_beam_keeps_its_slot_and_the_search_ends_with_the_last():
+    def chances(eos, four, five):
+        p = torch.full((11,), (1 - eos - four - five) / 5)
+        p[EOS], p[4], p[5] = eos, four, five
+        return p.log()
+    # the second step has two sequences likelier than EOS alone; in the end they are worse per token
+    steps = iter([chances(0.25, 0.60, 0.03), chances(0.001, 0.49, 0.49), *[chances(0.001, 0.14, 0.13)] * 4])
+    model = small_model()
+    with swapped(model.generator, "forward", lambda states: next(steps).repeat(len(states), 1)):
+        assert beam_decode(model, SRC[:1], 6, beams=2).tolist() == [[EOS]]
+    assert not list(steps)  # while the other beam went on to the end
+
+    model = small_model(vocab=6)  # it may choose EOS, 4 and 5
+    model.generator.bias.data[EOS] = 1e4
+    with counted(model, "decode") as decode:
+        assert beam_decode(model, torch.tensor([[4, 5]]), 9, beams=3).tolist() == [[EOS]]
+    assert decode.call_count == 2  # EOS, 4 and 5; 4 EOS and 5 EOS
+
+
+def test_beam_decode_needs_a_beam():
+    for beams in (0, -1):
+        raises(ValueError, f"beams ({beams})", beam_decode, small_model(), SRC, 3, beams)
+
+
+def test_both_decoders_take_other_special_ids():
+    ids = dict(bos=5, eos=8, pad=9, unk=4)
+    src, model = torch.where(SRC == PAD, 9, torch.where(SRC == 9, PAD, SRC)), eager_model(0, **ids)
+    same(greedy_decode(model, src, 4, **ids), slow_decode(model, src, 4, **ids))
+    same(beam_decode(model, src, 4, 3, **ids), slow_decode(model, src, 4, 3, **ids))
+
+
+def test_both_decoders_encode_once_and_decode_until_all_rows_end_or_max_len():
     for word, steps in ((EOS, 1), (5, 9)):
         model = small_model()
         model.generator.bias.data[word] = 1e4
-        encoded, decoded = noting(model, "encode"), noting(model, "decode")
-        assert greedy_decode(model, SRC, 9).tolist() == [[word] * steps] * len(SRC)
-        assert len(encoded) == 1 and len(decoded) == steps
+        for decode_all in (greedy_decode, functools.partial(beam_decode, beams=1)):
+            with counted(model, "encode") as encode, counted(model, "decode") as decode:
+                assert decode_all(model, SRC, 9).tolist() == [[word] * steps] * len(SRC)
+            assert encode.call_count == 1 and decode.call_count == steps
 
 
 def test_decode_feeds_on_only_the_positions_that_the_cache_does_not_hold():
     model, tgt, cache = small_model(), torch.randint(4, 11, (5, 5)), {}
     memory, src_mask = model.encode(SRC, make_padding_mask(SRC)), make_padding_mask(SRC)
     wanted = model.decode(memory, src_mask, tgt, make_target_mask(tgt))
-    source_keys = noting(model.decoder.layers[1].cross_attn.w_k, "forward")
-    for start, end in ((0, 1), (1, 2), (2, 5)):
-        states = model.decode(memory, src_mask, tgt[:, :end], make_target_mask(tgt[:, :end]), cache)
-        same(states, wanted[:, start:end])
-    assert len(source_keys) == 1  # made at the first step, reused at the others
+    with counted(model.decoder.layers[1].cross_attn.w_k, "forward") as source_keys:
+        for start, end in ((0, 1), (1, 2), (2, 5)):
+            states = model.decode(memory, src_mask, tgt[:, :end], make_target_mask(tgt[:, :end]), cache)
+            same(states, wanted[:, start:end])
+    assert source_keys.call_count == 1  # made at the first step, reused at the others
 
 
-def test_greedy_decode_runs_in_evaluation_mode_without_a_graph_and_restores_every_mode():
-    model = eager_model(2, dropout=0.5)
-    wanted = greedy_decode(model, SRC, 8)
-    model.train()
-    model.encoder.layers[1].eval()  # somebody's frozen layer
-    modes = [m.training for m in model.modules()]
-    seen = []
-    hook = model.generator.register_forward_hook(lambda m, args, out: seen.append((m.training, out.requires_grad)))
-    same(greedy_decode(model, SRC, 8), wanted)
-    assert set(seen) == {(False, False)} and torch.is_grad_enabled()
-    assert [m.training for m in model.modules()] == modes
-    hook.remove()
-    model.generator = nn.Linear(7, 7)  # fails at the first step
-    raises(RuntimeError, [], greedy_decode, model, SRC, 8)
-    assert [m.training for m in model.modules()][:-1] == modes[:-1] and torch.is_grad_enabled()
+def test_both_decoders_run_in_evaluation_mode_without_a_graph_and_restore_every_mode():
+    for decode_all in (greedy_decode, beam_decode):
+        model, seen = eager_model(2, dropout=0.5), []
+        wanted = decode_all(model, SRC, 8)
+        model.train()
+        model.encoder.layers[1].eval()  # somebody's frozen layer
+        modes = [m.training for m in model.modules()]
+        hook = model.generator.register_forward_hook(lambda m, args, out: seen.append((m.training, out.requires_grad)))
+        same(decode_all(model, SRC, 8), wanted)
+        assert set(seen) == {(False, False)} and torch.is_grad_enabled()
+        assert [m.training for m in model.modules()] == modes
+        hook.remove()
+        model.generator = nn.Linear(7, 7)  # fails at the first step
+        raises(RuntimeError, [], decode_all, model, SRC, 8)
+        assert [m.training for m in model.modules()][:-1] == modes[:-1] and torch.is_grad_enabled()
 
 
-def test_greedy_decode_respects_max_len_and_the_table():
+def test_both_decoders_respect_max_len_and_the_table():
     model = small_model(max_len=7)
-    model.generator.bias.data[UNK] = 1e4  # it never ends by itself
-    for max_len, use_cache in itertools.product((1, 3, 7), (True, False)):
-        fed = noting(model.decoder, "forward")
-        assert greedy_decode(model, SRC, max_len, use_cache=use_cache).shape == (5, max_len)
-        assert [x.size(1) for x, *_ in fed] == ([1] * max_len if use_cache else list(range(1, max_len + 1)))
-    encoded = noting(model, "encode")
-    raises(ValueError, ["(8)", "(7)"], greedy_decode, model, SRC, 8)
-    assert not encoded
-    raises(ValueError, [" 9 ", "(7)"], greedy_decode, model, torch.full((1, 9), 5), 3)
+    model.generator.bias.data[EOS] = -1e4  # it never ends by itself
+    for decode_all in (greedy_decode, beam_decode):
+        for max_len, options in itertools.product((0, 1, 3, 7), ({}, dict(use_cache=True), dict(use_cache=False))):
+            with counted(model.decoder, "forward") as decoder:
+                assert decode_all(model, SRC, max_len, **options).shape == (5, max_len)
+            fed = [call.args[0].size(1) for call in decoder.call_args_list]
+            assert fed == ([1] * max_len if options.get("use_cache", True) else list(range(1, max_len + 1)))
+        with counted(model, "encode") as encode:
+            raises(ValueError, ["(8)", "(7)"], decode_all, model, SRC, 8)
+        assert not encode.called
+        raises(ValueError, [" 9 ", "(7)"], decode_all, model, torch.full((1, 9), 5), 3)
 
 
 # --- train.py
@@ -1933,6 +2057,14 @@ def test_without_matplotlib_the_report_still_comes():
 # --- all files
 
 
+def test_help_names_every_option_with_its_default():
+    for script in (train, translate, visualize, sys.modules[__name__]):
+        status, out, _ = call(script.main, "--help")
+        options = re.findall(r"^  (-.*(?:\n   .*)*)", out, flags=re.M)  # each with the lines below that go on
+        silent = [option.split()[0] for option in options if "default" not in option]
+        assert status == 0 and len(options) > 2 and silent == ["-h,"], (script.__name__, silent)
+
+
 def test_every_name_of_the_two_articles_is_found_by_grep():
     names = """attention ScaledDotProductAttention MultiHeadAttention MultiHeadedAttention PositionalEncoding LayerNorm
         SublayerConnection PositionwiseFeedForward Embeddings TransformerEncoderLayer EncoderLayer DecoderLayer Encoder
@@ -1964,21 +2096,21 @@ print(torch.cuda.is_initialized())
     assert done.stdout == "False\n", done.stdout + done.stderr
 
 
-# --- drills: ten bugs that learners really make, put in on purpose
+# --- drills: ten bugs that learners really make, injected
 
 
 DRILLS = {}
 
 
 def drill(right, *tests):
-    """A decorator: what follows is a wrong version of a function or method, and these tests must see that.
+    """A decorator: what follows is a function or method with an injected bug, and these tests must notice it.
 
     Its first argument is the right version; its docstring says what is wrong; in its name, - stands for _.
     """
-    def note(wrong):
+    def register(wrong):
         DRILLS[wrong.__name__.replace("_", "-")] = right, wrong, tests
         return wrong
-    return note
+    return register
 
 
 @drill(attention, test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
@@ -2012,7 +2144,7 @@ def mask_axis(right, self, mask, batch, query, key):
 @drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
        test_masks_of_every_allowed_rank_block_what_they_say)
 def mask_inverted(right, self, *args):
-    """True read as 'must not look'"""
+    """True read as 'masked'"""
     return ~right(self, *args)
 
 
@@ -2024,7 +2156,7 @@ def no_causal(right, ids, pad_idx=0):
 
 @drill(train.shift, test_the_label_is_the_input_one_step_later)
 def no_shift(right, tgt):
-    """labels not shifted: the input is the label"""
+    """labels not shifted: the decoder input is the label"""
     return tgt[:, :-1], tgt[:, :-1]
 
 
@@ -2087,23 +2219,20 @@ def test_every_drill_is_caught_by_its_tests_and_undone_afterwards():
 
 
 def drills(names):
-    """Trains the copy task with each bug, and prints what the usual figures and the quick tests make of it."""
-    slow = {"working_directory", "with_toys", "trained_toys", "call", "subprocess", "drilled"}  # names that they use
-    tests = [test for name, test in globals().items()
-             if name.startswith("test_") and not slow & {*test.__code__.co_names}]
-    print(f"The copy task, held-out data: loss and accuracy when told the words before, exact match when decoding.\n"
-          f"Below each drill, those of {len(tests)} quick tests that notice.\n\n"
-          f"{'drill':14} {'loss':>6} {'accuracy':>9} {'exact match':>12}   what is wrong")
+    """Trains the copy task with each injected bug, and prints what the usual figures and the quick tests make of it."""
+    tests = [test for name, test in globals().items() if name.startswith("test_") and not hasattr(test, "slow")]
+    print(f"The copy task on held-out data. Below each injected bug, which of {len(tests)} quick tests notice it.\n\n"
+          f"{'drill':14} {'loss':>6} {'teacher-forced accuracy':>24} {'greedy exact match':>19}   injected bug")
     for name in ["unbroken", *names]:
         _, wrong, own = DRILLS.get(name, (None, None, ()))
         with working_directory(), drilled(name) if wrong else contextlib.nullcontext(), \
                 swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
             run_train("--task", "copy")
             task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
-            told = train.evaluate_batches(task, model, [task.valid], "cpu")
+            forced = train.evaluate_batches(task, model, [task.batch(task.toy_examples())], "cpu")
             failed = sorted(caught_by(tests), key=lambda test: test not in own)
-        print(f"{name:14} {told['loss']:6.3f} {told['accuracy']:9.3f} {checkpoint['metrics']['accuracy']:12.3f}   "
-              f"{wrong.__doc__ if wrong else 'nothing'}")
+        print(f"{name:14} {forced['loss']:6.3f} {forced['accuracy']:24.3f} {checkpoint['metrics']['accuracy']:19.3f}   "
+              f"{wrong.__doc__ if wrong else 'none'}")
         more = f"  +{len(failed) - 2} more" if len(failed) > 2 else ""
         print("\n".join(f"      {test.__name__}" for test in failed[:2]) + more if failed else "      none", flush=True)
     return 0
@@ -2112,24 +2241,18 @@ def drills(names):
 # --- bench: how fast, against PyTorch's own modules
 
 
-def seconds(call):
-    """CPU seconds of one call. Not those of the clock, so that other programs on the machine count for less."""
-    started = time.process_time()
-    call()
-    return time.process_time() - started
-
-
-def ratio(ours, theirs, rounds=7):
-    """Our time over theirs: the median over rounds that run both, in turn first."""
+def ratio(ours, theirs, rounds=5):
+    """Our time over theirs: the median over rounds that run both, in turn first. CPU seconds, not those of the clock,
+    so that other programs on the machine count for less."""
     measured = []
     for i in range(rounds):
-        times = {run: seconds(run) for run in ((ours, theirs), (theirs, ours))[i % 2]}
-        measured.append(times[ours] / times[theirs])
+        seconds = {}
+        for run in (ours, theirs) if i % 2 else (theirs, ours):
+            started = time.process_time()
+            run()
+            seconds[run] = time.process_time() - started
+        measured.append(seconds[ours] / seconds[theirs])
     return statistics.median(measured)
-
-
-def row(what, reference, value, target):
-    print(f"{what:56} {reference:36} {value:>7.2f} {target:>8}", flush=True)
 
 
 def stepping(module, forward):
@@ -2141,38 +2264,6 @@ def stepping(module, forward):
         forward().sum().backward()
         optimizer.step()
     return step
-
-
-def bench_attention():
-    ours, theirs = MultiHeadAttention(512, 8, 0.0), nn.MultiheadAttention(512, 8, 0.0, batch_first=True)
-    for fused, batch, length, masked, target in ((False, 32, 128, False, 1.05), (False, 32, 128, True, 1.05),
-                                                 (True, 32, 128, False, 0.95), (True, 8, 1024, False, 0.90)):
-        ours.attention.fused = fused
-        x = torch.randn(batch, length, 512, requires_grad=True)
-        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1)) if masked else None
-        drop = ~mask if masked else None
-        value = ratio(lambda: ours(x, x, x, mask)[0].sum().backward(),
-                      lambda: theirs(x, x, x, drop, need_weights=not fused, average_attn_weights=False)[0].sum()
-                      .backward())
-        row(f"MultiHeadAttention, {'fused' if fused else 'formula'}, ({batch}, {length}){', mask' if masked else ''}",
-            f"MultiheadAttention, weights {not fused}", value, f"<= {target:.2f}")
-
-
-def bench_layers():
-    x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
-    sizes = 512, 8, 2048, 0.0
-    for norm_first, fused in itertools.product((True, False), (False, True)):
-        order = dict(batch_first=True, norm_first=norm_first)
-        encoders = EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **order)
-        decoders = DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **order)
-        set_fused(encoders[0], fused)
-        set_fused(decoders[0], fused)
-        steps = [[stepping(m, lambda m=m: m(x)) for m in encoders],
-                 [stepping(decoders[0], lambda: decoders[0](x, memory, None, causal)),
-                  stepping(decoders[1], lambda: decoders[1](x, memory, ~causal[0]))]]
-        for name, pair in zip(("EncoderLayer", "DecoderLayer"), steps):
-            row(f"{name}, {'pre' if norm_first else 'post'}-norm, {'fused' if fused else 'formula'}, training step",
-                f"nn.Transformer{name}", ratio(*pair), "<= 1.05" if fused else "<= 1.25")
 
 
 class TheirTransformer(nn.Module):
@@ -2191,68 +2282,56 @@ class TheirTransformer(nn.Module):
                                                padding, tgt == PAD, padding))
 
 
-def bench_seq2seq():
+def comparisons():
+    """(name, reference, a call of ours, a call of theirs, the ratio to stay below)."""
+    def both(fused, *modules):
+        set_fused(modules[0], fused)
+        return (*modules, "fused" if fused else "formula")
+
+    for fused, (batch, length), target in ((False, (32, 128), 1.05), (True, (32, 128), 0.95), (True, (8, 1024), 0.90)):
+        ours, theirs, how = both(fused, MultiHeadAttention(512, 8, 0.0),
+                                 nn.MultiheadAttention(512, 8, 0.0, batch_first=True))
+        x = torch.randn(batch, length, 512)
+        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1))
+        yield (f"MultiHeadAttention, padding, ({batch}, {length}), {how}", "nn.MultiheadAttention",
+               stepping(ours, lambda: ours(x, x, x, mask)[0]),
+               stepping(theirs, lambda: theirs(x, x, x, ~mask, not fused, average_attn_weights=False)[0]), target)
+
+    x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
+    for norm_first, fused in itertools.product((True, False), (False, True)):
+        sizes, options = (512, 8, 2048, 0.0), dict(batch_first=True, norm_first=norm_first)
+        ours, theirs, how = both(fused, EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **options))
+        order, target = "pre-norm" if norm_first else "post-norm", 1.05 if fused else 1.25
+        yield (f"EncoderLayer, {order}, {how}", "nn.TransformerEncoderLayer", stepping(ours, lambda: ours(x)),
+               stepping(theirs, lambda: theirs(x)), target)
+        ours, theirs, how = both(fused, DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **options))
+        yield (f"DecoderLayer, {order}, {how}", "nn.TransformerDecoderLayer",
+               stepping(ours, lambda: ours(x, memory, None, causal)),
+               stepping(theirs, lambda: theirs(x, memory, ~causal[0])), target)
+
     for (batch, length), fused in itertools.product(((80, 10), (16, 64)), (False, True)):
-        ours, theirs = make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2)
-        set_fused(ours, fused)
-        src, tgt = (torch.randint(4, 1000, (batch, length)) for _ in range(2))
+        ours, theirs, how = both(fused, make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2))
+        src, tgt = torch.randint(4, 1000, (2, batch, length))
+        yield (f"seq2seq, 2 + 2 layers, ({batch}, {length}), {how}", "nn.Transformer",
+               stepping(ours, lambda: ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)).log_softmax(-1)),
+               stepping(theirs, lambda: theirs(src, tgt).log_softmax(-1)), 1.00 if fused else 1.20)
 
-        def loss(logits):
-            return F.cross_entropy(logits.flatten(0, 1), tgt.flatten())
-        value = ratio(stepping(ours, lambda: loss(ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)))),
-                      stepping(theirs, lambda: loss(theirs(src, tgt))), rounds=5)
-        row(f"seq2seq, 2 + 2 layers, {batch} x {length}, {'fused' if fused else 'formula'}, training step",
-            "nn.Transformer", value, "<= 1.00" if fused else "<= 1.20")
-
-
-def bench_decoding():
     model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (1, 10))
-    model.generator.bias.data[EOS] = -1e9
-
-    def decoding(length, use_cache):
-        return lambda: greedy_decode(model, src, length, use_cache=use_cache)
-    for length, rounds, target in ((32, 7, 0.55), (128, 3, 0.30), (512, 1, 0.08)):
-        row(f"greedy decoding with cache, {length} tokens", "without cache",
-            ratio(decoding(length, True), decoding(length, False), rounds), f"<= {target:.2f}")
-    row("greedy decoding with cache, a token of 512", "a token of 128",
-        ratio(decoding(512, True), decoding(128, True)) / 4, "<= 1.20")
-
-
-def bench_copy():
-    worst = 1.0
-    for seed in range(10):
-        with working_directory():
-            run_train("--task", "copy", "--seed", str(seed))
-            task, model, _ = train.load_checkpoint(train.default_path("copy"), "cpu")
-        task.valid = task.draw(10_000, torch.Generator().manual_seed(1), held_out=True)
-        worst = min(worst, task.evaluate(model, "cpu")["accuracy"])
-    print(f"{'copy, steps of the default recipe':93} {task.recipe['steps']:>7} {'<= 250':>8}\n"
-          f"{'copy, exact match on 10,000 fresh sequences, worst of seeds 0-9':93} {worst:7.4f} >= 0.9999", flush=True)
-
-
-def bench_toys():
-    bare = "import torch; p = torch.nn.Parameter(torch.ones(1)); p.sum().backward(); torch.optim.Adam([p]).step()"
-
-    import resource  # not on Windows
-
-    def children(*command):
-        """CPU seconds of a Python process."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *command], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    with working_directory():
-        pairs = [(children(str(HERE / "train.py"), "--device", "cpu"), children("-c", bare)) for _ in range(3)]
-    row("python train.py, both toys, CPU seconds of the process", "import torch, one step of Adam",
-        statistics.median(ours / theirs for ours, theirs in pairs), "<= 3.00")
+    model.generator.bias.data[EOS] = -1e9  # it never ends by itself
+    for length, target in ((32, 0.55), (128, 0.30)):
+        yield (f"greedy_decode with cache, {length} tokens", "without cache", lambda: greedy_decode(model, src, length),
+               lambda: greedy_decode(model, src, length, use_cache=False), target)
+    src = torch.randint(4, 1000, (16, 10))
+    yield ("beam_decode with 4 beams, 16 x 32 tokens", "greedy_decode", lambda: beam_decode(model, src, 32),
+           lambda: greedy_decode(model, src, 32), 4.00)
 
 
 def bench():
-    """Prints each measurement with its reference and its target. One thread, dropout 0, float32, d_model 512."""
+    """Prints every ratio and its target. One thread, float32, d_model 512, no dropout; a training step, or decoding."""
     warnings.simplefilter("ignore")  # nn.Transformer warns about norm_first
-    print(f"{'ours':56} {'reference':36} {'ratio':>7} {'target':>8}")
-    for part in (bench_attention, bench_layers, bench_seq2seq, bench_decoding, bench_copy, bench_toys):
-        part()
+    print(f"{'ours':54} {'reference':28} {'ratio':>6} {'target':>8}")
+    for name, reference, ours, theirs, target in comparisons():
+        print(f"{name:54} {reference:28} {ratio(ours, theirs):6.2f} {f'<= {target:.2f}':>8}", flush=True)
     return 0
 
 
@@ -2260,15 +2339,16 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", metavar="WORD", default="", help="only the tests whose name contains WORD (default: all)")
     parser.add_argument("--drills", nargs="?", const="all", metavar="NAME", choices=["all", *DRILLS],
-                        help=f"train with bugs put in on purpose, and see who notices: all, {', '.join(DRILLS)}")
-    parser.add_argument("--bench", action="store_true", help="measure our speed against PyTorch's modules (minutes)")
+                        help="train with injected bugs and see which tests notice: all, or one of "
+                             f"{', '.join(DRILLS)} (default: off)")
+    parser.add_argument("--bench", action="store_true",
+                        help="measure our speed against PyTorch's modules, for minutes (default: off)")
     args = parser.parse_args(argv)
     if not __debug__:
         parser.exit(2, "test_all.py: error: python -O takes out the asserts that the tests are made of\n")
     tests = [(name, test) for name, test in globals().items() if name.startswith("test_") and args.k in name]
     if not tests:
         parser.error(f"no test has {args.k!r} in its name")
-    sys.stdout.reconfigure(errors="backslashreplace")
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="matplotlib|pyparsing")  # old one on new one
     torch.set_num_threads(1)
@@ -2293,4 +2373,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    train.run(main)

@@ -16,9 +16,9 @@ from attention import MultiHeadAttention
 class Embeddings(nn.Module):
     """(batch, len) token ids -> (batch, len, d_model): a learned vector per token, times sqrt(d_model).
 
-    Why the factor: the entries start with deviation 1 / sqrt(d_model), the size that a matrix shared with the output
-    layer needs (see Translate.build in train.py). Times sqrt(d_model) they have deviation 1, as large as the positions
-    that are added next, so that neither drowns the other. (Paper 3.4; article 2, 3.2.)
+    Why the factor: the entries start with standard deviation 1 / sqrt(d_model), the size that a matrix shared with the
+    output layer needs (see Translate.build in train.py). Times sqrt(d_model) it is 1: they are as large as the
+    positions that are added next, so that neither drowns the other. (Paper 3.4; article 2, 3.2.)
     """
 
     def __init__(self, d_model, vocab_size):
@@ -35,8 +35,9 @@ class PositionalEncoding(nn.Module):
     """x + PE[:len], then dropout: attention alone has no idea of order.
 
     PE(pos, 2i) = sin(pos / 10000^(2i / d_model)) and PE(pos, 2i + 1) = cos of the same, a fixed table of (max_len,
-    d_model). It is a buffer, so it moves with the model and is not trained; it is not saved either, so weights fit
-    a model with another max_len. (Paper 3.5; article 1, 4.4; article 2, 1.2.)
+    d_model). It is a buffer, so it moves with the model and is not trained; it is not saved either, so parameters fit
+    a model with another max_len. For the same reason no checkpoint restores it after `to_empty`: build the model on a
+    real device, not on "meta". (Paper 3.5; article 1, 4.4; article 2, 1.2.)
     """
 
     def __init__(self, d_model, *, max_len=5000, dropout=0.1):
@@ -58,7 +59,8 @@ class PositionalEncoding(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Each vector shifted to mean 0 and scaled to deviation 1, then times weight plus bias; equal to nn.LayerNorm.
+    """Each vector shifted to mean 0 and scaled to standard deviation 1, then times weight plus bias; equal to
+    nn.LayerNorm.
 
     With .fused = True it is PyTorch's kernel. (Article 2, 1.1.)
     """
@@ -124,7 +126,7 @@ class EncoderLayer(nn.Module):
         self.feed_forward_residual = SublayerConnection(d_model, dropout, norm_first)
 
     def forward(self, x, mask=None):
-        """x (batch, len, d_model), mask as in MultiHeadAttention. The weights stay in self.self_attn.attn."""
+        """x (batch, len, d_model), mask as in MultiHeadAttention. The attention weights stay in self.self_attn.attn."""
         x = self.self_attn_residual(x, lambda x: self.self_attn(x, x, x, mask)[0])
         return self.feed_forward_residual(x, self.feed_forward)
 
@@ -153,30 +155,38 @@ def demo():
     """One token's vector on its way through a fresh encoder layer, in both norm orders."""
     torch.manual_seed(0)
     x = PositionalEncoding(64, dropout=0.0)(Embeddings(64, 10)(torch.arange(5)[None]))  # (1, 5, 64)
+
+    def recorder(steps, name):
+        """A hook that adds what comes out of a module to the steps; a pre-hook, what goes in."""
+        def hook(module, args, output=None):
+            result = args if output is None else output
+            steps.append((name, result[0] if isinstance(result, tuple) else result))
+        return hook
+
     orders = []  # of each norm order its steps, (name, result)
     for norm_first in True, False:
         layer = EncoderLayer(64, 4, 256, dropout=0.0, norm_first=norm_first)
-        now, steps = x, [("x", x)]
-        for name, sublayer, norm in [("attn", lambda x: layer.self_attn(x, x, x)[0], layer.self_attn_residual.norm),
-                                     ("ff", layer.feed_forward, layer.feed_forward_residual.norm)]:
+        steps = [("x", x)]
+        for name, sublayer, residual in [("attn", layer.self_attn, layer.self_attn_residual),
+                                         ("ff", layer.feed_forward, layer.feed_forward_residual)]:
+            sublayer.register_forward_hook(recorder(steps, name))
             if norm_first:
-                normed = norm(now)
-                change = sublayer(normed)
-                steps += [("norm(x)", normed), (name, change), (f"x + {name}", now + change)]
+                residual.norm.register_forward_hook(recorder(steps, "norm(x)"))
+                residual.register_forward_hook(recorder(steps, f"x + {name}"))
             else:
-                change = sublayer(now)
-                steps += [(name, change), (f"x + {name}", now + change), ("norm", norm(now + change))]
-            now = steps[-1][1]
+                residual.norm.register_forward_pre_hook(recorder(steps, f"x + {name}"))
+                residual.register_forward_hook(recorder(steps, "norm"))
+        layer(x)
         orders.append(steps)
 
-    print("One token's vector of 64 numbers: their mean and deviation, its size, its cosine with the first x")
-    print("    ".join(f"{order:11} mean    dev   size cosine" for order in ("pre-norm", "post-norm")))
+    print("One token's vector of 64 numbers: mean and standard deviation, its size, its cosine with the first x")
+    print("    ".join(f"{order:11} mean    std   size cosine" for order in ("pre-norm", "post-norm")))
     for both in zip(*orders):
         print("    ".join(f"{name:10}{v.mean():6.2f}{v.std(correction=0):7.2f}{v.norm():7.2f}"
                           f"{F.cosine_similarity(v, x[0, 2], dim=0):7.2f}"
                           for name, v in ((name, result[0, 2]) for name, result in both)))
     print("In both, the residual keeps x recognisable. Pre-norm never rescales the sum itself, so a stack of layers\n"
-          "needs a closing norm; post-norm leaves every sublayer with deviation 1.")
+          "needs a closing norm; post-norm leaves every sublayer with standard deviation 1.")
 
 
 if __name__ == "__main__":

@@ -1,90 +1,140 @@
 """
-Say what a trained encoder-decoder makes of a source: copy symbols, or translate sentences.
+Ask a trained model, whichever it is, or score it.
 
-    python translate.py 3 1 4 1 5                                                  prints 3 1 4 1 5
-    python translate.py --evaluate                                                 exact match on held-out sequences
-    python translate.py --checkpoint checkpoints/translate.pt ein mann schläft .   prints the translation
-    python translate.py --checkpoint checkpoints/translate.pt < in.txt > out.txt   one result a line, in order
+    python translate.py 3 1 4 1 5                                                            the copy: 3 1 4 1 5
+    python translate.py --checkpoint checkpoints/sentiment.pt the film was never dull        positive<TAB>0.998
+    python translate.py --checkpoint checkpoints/captions.pt --beams 4 ein mann schläft .    the translation
+    python translate.py --checkpoint checkpoints/captions.pt < in.txt > out.txt              a line each, in order
+    python translate.py --checkpoint checkpoints/captions.pt --evaluate --data test.tsv      accuracy, loss, BLEU
 
-Results go to stdout, everything else to stderr. A line that cannot be read is named on stderr and leaves an empty
-line; the exit status is 2 then.
+The arguments are one text. Results go to stdout, everything else to stderr. A line that cannot be read is named on
+stderr and leaves an empty line; the exit status is 2 then.
 """
-import argparse
 import itertools
 import sys
+from collections import Counter
 
-from train import Copy, Seq2Seq, default_path, join_tokens, load_or_train, pick_device, run
+from train import (Copy, Parser, Translate, count_unknown, file_path, load_or_train, number, pick_device, print_notice,
+                   read_pairs, run, tokenize)
 
-BLOCK = 1000  # lines of a file that are read before the first is answered, so that they can be sorted by length
-BATCH = 100   # lines that are decoded together
+BLOCK = 1000        # lines of a file that are read before the first is answered, so that they can be sorted by length
+BATCH = 100         # lines that are answered together
+LONGEST = 1_000_000  # characters of a line; longer ones are not even looked at
 
 
-def answer(task, model, rows):
-    """Rows of source ids -> their results as lines, in order; an empty row gives an empty line."""
+def answer(task, model, rows, beams):
+    """Rows of ids -> the model's answers as lines, in order; an empty row gives an empty line."""
     lines = [""] * len(rows)
     order = sorted((i for i, ids in enumerate(rows) if ids), key=lambda i: len(rows[i]))
     for start in range(0, len(order), BATCH):
-        some = order[start:start + BATCH]
-        for i, tokens in zip(some, task.say(model, [rows[i] for i in some])):
-            lines[i] = join_tokens(tokens)
+        chosen = order[start:start + BATCH]
+        for i, line in zip(chosen, task.answers(model, [rows[i] for i in chosen], beams)):
+            lines[i] = line
     return lines
 
 
-def answer_stream(task, model, stream, block):
-    """Answer each line of a binary stream on stdout, block lines at a time. Returns the exit status."""
-    status = 0
+def report_unknown(unknown, words):
+    if unknown:
+        print_notice(f"{unknown:,} of {words:,} words are unknown to this model")
+
+
+def answer_lines(task, model, stream, block, beams):
+    """Answer each line of a stream on stdout, block lines at a time. Returns the exit status."""
+    status, unknown, words, cut = 0, 0, 0, []
     numbered = enumerate(stream, start=1)
     while lines := list(itertools.islice(numbered, block)):
         rows = []
-        for number, line in lines:
+        for i, line in lines:
             try:
-                text = line.decode("utf-8-sig")
-                rows.append(task.source_ids(model, text) if text.strip() else [])
+                if len(line) > LONGEST:
+                    raise ValueError(f"{len(line):,} characters; at most {LONGEST:,} are read")
+                text = line if isinstance(line, str) else line.decode("utf-8-sig")
+                rows.append(task.model_ids(model, text, cut.append) if text.strip() else [])
             except ValueError as error:  # also what decode raises
-                print(f"translate.py: line {number}: {error}", file=sys.stderr)
+                print_notice(f"translate.py: line {i}: {error}")
                 rows.append([])
                 status = 2
-        for result in answer(task, model, rows):
-            print(result, flush=block == 1)
+            counts = count_unknown(rows[-1])
+            unknown, words = unknown + counts[0], words + counts[1]
+        for line in answer(task, model, rows, beams):
+            print(line, flush=block == 1)
+    report_unknown(unknown, words)
+    if cut:
+        print_notice(f"{len(cut):,} texts were cut off, the first at: {cut[0]}")
     return status
+
+
+def evaluate(task, model, device, pairs, beams):
+    """Lines with the metrics of the model on task.valid, which pairs are the text of."""
+    rows = [example[0] for example in task.valid]
+    metrics = task.evaluate(model, device)
+    yield f"{task.metric} {metrics['accuracy']:.1%}, loss {metrics['loss']:.3f} on {len(rows):,} examples"
+    if isinstance(task, Translate):
+        yield bleu(task, model, pairs, beams)
+    elif not isinstance(task, Copy):
+        labels = [task.labels[label] for _, label in task.valid]
+        hits = Counter(label for label, line in zip(labels, answer(task, model, rows, beams))
+                       if line.split("\t")[0] == label)
+        for label, count in sorted(Counter(labels).items()):
+            yield f"{label}: recall {hits[label] / count:.1%} of {count:,}"
+
+
+def bleu(task, model, pairs, beams):
+    """A line with the BLEU of the tokens in lower case; a source that the model cannot read counts as empty."""
+    try:
+        import sacrebleu
+    except ImportError:
+        return "no BLEU: pip install sacrebleu"
+    rows = [task.encode(source) for source, _ in pairs]
+    rows = [ids if len(ids) - 1 <= task.most_tokens(model) else [] for ids in rows]
+    generated = [" ".join(tokenize(line)) for line in answer(task, model, rows, beams)]
+    targets = [" ".join(tokenize(target)) for _, target in pairs]
+    score = sacrebleu.corpus_bleu(generated, [targets], tokenize="none", force=True)  # force: the tokens are apart
+    return f"BLEU {score.score:.1f} with {beams} beam{'s' * (beams > 1)} (sacrebleu, lower-case tokens, tokenize none)"
 
 
 def main(argv=None):
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", nargs="*", help="the source (default: the lines of stdin)")
-    parser.add_argument("--checkpoint", metavar="PATH", help="of a copy or translate model (default: "
-                        "checkpoints/copy.pt, trained first if it is not there)")
-    parser.add_argument("--evaluate", action="store_true", help="greedy exact match of a copy model on 1,000 held-out "
-                        "sequences (default: off)")
-    parser.add_argument("--device", default="auto", help="auto (CUDA if there), cpu, cuda, cuda:1, ... (default: auto)")
+    parser = Parser("translate.py", __doc__)
+    parser.add_argument("text", nargs="*", help="one text to answer (default: the lines of stdin)")
+    parser.add_argument("--checkpoint", metavar="PATH", type=file_path, help="the model (default: checkpoints/copy.pt, "
+                        "trained first if it is not there)")
+    parser.add_argument("--beams", type=number(int, 1, 1000), default=1, metavar="N",
+                        help="sequences that a beam search keeps; 1 is greedy decoding (default: 1)")
+    parser.add_argument("--evaluate", action="store_true", help="score the model: a toy on its held-out examples, any "
+                        "other on --data (default: off)")
+    parser.add_argument("--data", metavar="FILE", type=file_path, help="for --evaluate, a file as train.py reads it, best "
+                        "one that had no part in the training (default: the toy's held-out examples)")
     args = parser.parse_args(argv)
     if args.evaluate and args.text:
         parser.error("--evaluate takes no text")
+    if args.data and not args.evaluate:
+        parser.error("--data is for --evaluate")
     try:
         device = pick_device(args.device)
-        task, model, checkpoint = load_or_train("copy", args.checkpoint, device)
-        if not isinstance(task, Seq2Seq):
-            path = args.checkpoint or default_path("copy")
-            raise ValueError(f"{path} holds a {checkpoint['task']} model, not one of copy or translate")
-        if args.evaluate and not isinstance(task, Copy):
-            raise ValueError("--evaluate needs a copy model; a translation's held-out sentences are not in its file")
-        row = task.source_ids(model, " ".join(args.text)) if args.text else []
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+        task, model, _ = load_or_train("copy", args.checkpoint, device)
+        if args.data and task.columns is None:
+            raise ValueError(f"--data: {type(task).__name__} draws its examples; --evaluate alone is enough")
+        pairs = read_pairs(args.data, task.columns) if args.data else []
+        if args.evaluate:
+            task.valid = task.encode_pairs(pairs, args.data, task.most_tokens(model)) if pairs else task.toy_examples()
+            if not task.valid:
+                raise ValueError(f"{args.checkpoint} was trained on a file: --evaluate needs --data FILE")
+        row = task.model_ids(model, " ".join(args.text)) if args.text else []
     except ValueError as error:
         parser.error(str(error))
 
     if args.evaluate:
-        accuracy = task.evaluate(model, device)["accuracy"]
-        print(f"{task.measure} {accuracy:.1%} on {len(task.valid[0]):,} held-out sequences")
+        print(*evaluate(task, model, device, pairs, args.beams), sep="\n")
         return 0
     if args.text:
-        print(answer(task, model, [row])[0])
+        print(answer(task, model, [row], args.beams)[0], flush=True)
+        report_unknown(*count_unknown(row))
         return 0
     if sys.stdin is None:
         parser.error("no text and no stdin")
-    return answer_stream(task, model, sys.stdin.buffer, block=1 if sys.stdin.isatty() else BLOCK)
+    stream = getattr(sys.stdin, "buffer", sys.stdin)  # a notebook's has no buffer, its lines are text
+    return answer_lines(task, model, stream, 1 if sys.stdin.isatty() else BLOCK, args.beams)
 
 
 if __name__ == "__main__":
