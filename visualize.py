@@ -16,7 +16,6 @@ bears the token that is produced there. Repeated words are numbered (film, filmÂ
 Reading order: attention_maps, head_statistics, find_problems, Subject, then the pictures.
 """
 import contextlib
-import io
 import itertools
 import math
 import os
@@ -349,10 +348,10 @@ class Subject:
         return numbered(words)
 
 
-def readable_ids(task, model, text, option):
+def readable_ids(task, model, text, option, report_cut=None):
     """A text as ids. ValueError if the model cannot read it."""
     try:
-        return task.model_ids(model, text)
+        return task.model_ids(model, text, report_cut)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
 
@@ -453,8 +452,8 @@ DPI = 100
 
 
 def axes_grid(title, rows, columns, width, height, apart_x, apart_y):
-    """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. Labels and title
-    stand outside of the figure: savefig(bbox_inches="tight") takes them in."""
+    """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. Labels and
+    title stand outside of the figure: savefig(bbox_inches="tight") takes them in."""
     from matplotlib.figure import Figure
     total, high = columns * (width + apart_x) - apart_x, rows * (height + apart_y) - apart_y
     figure = Figure(figsize=(total, high))
@@ -749,8 +748,7 @@ def check_toy_text(name, option, text):
     """ValueError if a toy's model, which need not be trained yet, could not read the text."""
     options = recipe_options(name)
     task = TASKS[name].read(options)
-    with contextlib.redirect_stderr(io.StringIO()):  # a notice comes when the trained model reads it
-        readable_ids(task, task.build(task.config(options)), text, option)
+    readable_ids(task, task.build(task.config(options)), text, option, report_cut=str)  # it is told after the training
 
 
 def main(argv=None):
