@@ -366,8 +366,8 @@ def with_targets(task, model, rows):
 
 
 def examples_to_measure(task, model, data):
-    """-> examples of --data's lines or of a toy's held-out data, how many they are in words, a text to draw. A model
-    that was trained on a file has none without --data."""
+    """-> examples of --data's lines or of a toy's held-out data, words that say how many, a text to draw. A model that
+    was trained on a file has none without --data."""
     if data:
         if task.columns is None:
             raise ValueError("--data: this model was trained on examples that its task draws, not on a file")
@@ -457,14 +457,10 @@ def axes_grid(title, rows, columns, width, height, apart_x, apart_y):
     from matplotlib.figure import Figure
     total, high = columns * (width + apart_x) - apart_x, rows * (height + apart_y) - apart_y
     figure = Figure(figsize=(total, high))
-
-    def axes_at(x, y, width, height):
-        return figure.add_axes((x / total, y / high, width / total, height / high))
-
-    axes = [[axes_at(j * (width + apart_x), i * (height + apart_y), width, height) for j in range(columns)]
-            for i in reversed(range(rows))]
+    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=dict(
+        left=0, right=1, bottom=0, top=1, wspace=apart_x / width, hspace=apart_y / height))
     bar_height = min(3, rows * height)
-    bar = axes_at(total + 0.15, (high - bar_height) / 2, 0.15, bar_height)
+    bar = figure.add_axes((1 + 0.15 / total, 0.5 - bar_height / high / 2, 0.15 / total, bar_height / high))
     figure.suptitle(title, fontsize=11, y=1 + 0.4 / high, va="bottom")
     return figure, axes, bar
 
@@ -479,8 +475,8 @@ def draw_map(ax, values, rows, columns, masked=None, cell=0.4, texts=None, cmap=
     check_labels(values, rows, columns)
     values = values.float()
     hidden = torch.zeros_like(values, dtype=torch.bool) if masked is None else masked & (values <= 0)
-    red = values.isnan() | (values > 1.001 * vmax)
-    painted = values.clamp(vmin, vmax).masked_fill(red, 2 * vmax).masked_fill(hidden, math.nan)
+    over = values.isnan() | (values > 1.001 * vmax)
+    painted = values.clamp(vmin, vmax).masked_fill(over, 2 * vmax).masked_fill(hidden, math.nan)
     ax.patch.set(**MASKED)
     image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin, vmax=vmax,
                       aspect="auto", interpolation="nearest")
@@ -591,7 +587,7 @@ def draw_grid(title, weights, rows, columns, masked, names, looks_from="", frame
     width = max(keys * cell, 0.085 * len(f"{names[-1]}, head {heads}"))  # a letter of the title is so wide
     figure, axes, bar = axes_grid(title, layers, heads, width, max(1.3, queries * cell), 0.15, 0.35)
     for i, h in itertools.product(range(layers), range(heads)):
-        ax = axes[i][h]
+        ax = axes[i, h]
         image = draw_map(ax, weights[i, h], rows, columns, masked, cell)
         ax.set_title(f"{names[i]}, head {h + 1}", fontsize=9)
         ax.set_xlabel("looks at (key)") if i == layers - 1 else ax.set_xticks([])
@@ -637,7 +633,8 @@ def draw_heads(subjects):
     values = torch.tensor(values)
     cell = min(0.27, MOST_MAPS / len(names))
     title = "what each head does; in brackets: before training; an error would be red"
-    figure, ((ax,),), bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 0, 0)
+    figure, axes, bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 0, 0)
+    ax = axes[0, 0]
     image = draw_map(ax, values.nan_to_num(), names, list(map(heading, SHARES)), values.isnan(), cell, texts)
     ax.tick_params(axis="x", rotation=0)
     figure.colorbar(image, cax=bar, label="share")
