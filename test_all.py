@@ -1748,23 +1748,27 @@ def test_unknown_words_are_told_and_marked():
 
 
 @slow
-def test_the_row_is_framed_only_where_the_classifier_reads_one():
+def test_pictures_are_those_of_the_text_and_frame_the_row_that_is_read():
     def mean_of_all(self, tokens, mask=None):
         return self.classify(self.encoder(self.embed(tokens), mask).mean(1)), []
 
-    def grids(title, *args, framed_row=None):
-        return title.split("\n")[1], framed_row
-
-    undrawn = {name: swapped(visualize, name, lambda *args: None)
-               for name in ("draw_positions", "draw_masks", "draw_steps", "draw_training", "draw_heads")}
-    with with_toys(), contextlib.ExitStack() as stack, swapped(visualize, "draw_grid", grids):
-        for patch in undrawn.values():
-            stack.enter_context(patch)
+    with with_toys(), contextlib.ExitStack() as stack:
+        for name in "draw_positions", "draw_masks", "draw_steps", "draw_training", "draw_heads":
+            stack.enter_context(swapped(visualize, name, lambda *args: None))
+        stack.enter_context(swapped(visualize, "draw_grid", lambda *args, framed_row=None: (*args, framed_row)))
         seen = subject("sentiment", text="so dull")
-        assert dict(visualize.draw_all([seen]))["04_classifier.png"] == ("framed: the row that the classifier reads", 0)
+        title, *_, framed_row = dict(visualize.draw_all([seen]))["04_classifier.png"]
+        assert re.match(r"“so dull” → negative \(.*%\)\nframed: the row that", title) and framed_row == 0
         with swapped(TransformerClassifier, "forward", mean_of_all):
-            assert dict(visualize.draw_all([seen]))["04_classifier.png"] == (
-                "the classifier reads 4 rows of the last layer", None)  # padding too
+            title, *_, framed_row = dict(visualize.draw_all([seen]))["04_classifier.png"]
+            assert title.endswith("\nthe classifier reads 4 rows of the last layer")  # padding too
+            assert framed_row is None
+        seen = subject("copy", source="3 1 3")
+        seen.answer = "x" * 81
+        title, weights, rows, columns, _, names, _, _ = dict(visualize.draw_all([seen]))["08_untrained.png"]
+        assert title == f"cross before and after training: “3 1 3” → {'x' * 79}…"
+        assert names == ["layer 1 untrained", "layer 1 trained"] and rows == columns == ["3", "1", "3·2", "<eos>"]
+        same(list(weights), [seen.labelled_map("cross", maps)[0][0] for maps in (seen.maps_before, seen.maps)])
 
 
 @functools.lru_cache(maxsize=None)
@@ -1896,13 +1900,38 @@ def test_rows_are_queries_masked_cells_are_not_painted_and_numbers_can_be_read()
     assert visualize.number_text(float("-inf"), True) == "−∞" and visualize.number_text(2.345, False) == "2.35"
 
 
-@slow
-def test_maps_stand_in_a_grid():
-    figure, axes, bar = visualize.axes_grid("t", 2, 3, 1.5, 0.5, 0.7, 0.3)
+def test_maps_stand_in_a_grid_with_their_labels_at_its_edge():
+    figure = visualize.draw_grid("t", torch.rand(2, 3, 2, 20), ["a", "b"], ["c"] * 20, torch.zeros(2, 20).bool(),
+                                 ["one", "two"], framed_row=1)
     boxes = [ax.get_position().transformed(figure.transSubfigure).transformed(figure.dpi_scale_trans.inverted())
-             for ax in [*axes[0], *axes[1]]]
-    assert all(abs(box.width - 1.5) + abs(box.height - 0.5) < 1e-6 for box in boxes)
-    assert abs(boxes[1].x0 - boxes[0].x1 - 0.7) < 1e-6 and abs(boxes[0].y0 - boxes[3].y1 - 0.3) < 1e-6
+             for ax in figure.axes]
+    assert all(abs(box.width - 4.3) + abs(box.height - 1.3) < 1e-6 for box in boxes[:6])  # inches
+    assert abs(boxes[1].x0 - boxes[0].x1 - 0.15) < 1e-6 and abs(boxes[0].y0 - boxes[3].y1 - 0.35) < 1e-6
+    assert abs(boxes[6].x0 - boxes[5].x1 - 0.15) < 1e-6 and abs(boxes[6].height - 2.6) < 1e-6
+    assert [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel(), len(ax.patches)) for ax in figure.axes[:6]] == [
+        (f"{name}, head {h}", "looks at (key)" * below, "looks from (query)" * (h == 1), below)
+        for name, below in (("one", 0), ("two", 1)) for h in (1, 2, 3)]
+    assert figure.axes[3].patches[0].get_bbox().bounds == (-0.5, 0.5, 20, 1)
+
+
+def test_the_first_three_pictures_show_what_they_tell():
+    def shown(figure):
+        return [torch.tensor(ax.images[0].get_array().filled(0)) for ax in figure.axes if ax.images]
+
+    waves = visualize.draw_positions()
+    table = PositionalEncoding(20, max_len=100).table
+    assert [line.get_label() for line in waves.axes[0].lines] == ["4", "5", "6", "7"]
+    assert [list(line.get_ydata()) for line in waves.axes[0].lines] == table[:, 4:8].T.tolist()
+    whole, alike = shown(waves)
+    same([alike, alike.diagonal()], [whole @ whole.T / 32, torch.ones(100).double()], atol=1e-6)
+    both = torch.ones(4, 4).tril().double()
+    padded = torch.tensor([1.0, 1, 0, 0]).double().expand(4, 4)
+    same(shown(visualize.draw_masks()), [torch.ones(4, 4).double(), both, both, padded, both, both * padded])
+    q, k, v, scores, scaled, masked, weights, output = shown(visualize.draw_steps())
+    allowed = both * torch.tensor([1, 1, 1, 0])
+    same([scores, scaled, masked, weights, output],
+         [q @ k.T, scores / 2, scaled * allowed, scaled.masked_fill(allowed == 0, -math.inf).softmax(1), weights @ v],
+         atol=1e-5)
 
 
 @slow
