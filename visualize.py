@@ -16,7 +16,6 @@ bears the token that is produced there. Repeated words are numbered (film, film�
 Reading order: attention_maps, head_statistics, find_problems, Subject, then the pictures.
 """
 import contextlib
-import io
 import itertools
 import math
 import os
@@ -279,7 +278,7 @@ class Subject:
         option, text, other = ("--text", text, source) if self.classifies else ("--source", source, text)
         if other is not None:
             raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option}")
-        examples, self.measured, question = examples_to_measure(self.task, self.model, data)
+        examples, measured, question = examples_to_measure(self.task, self.model, data)
         if text is None and question is None:
             raise ValueError(f"this model was trained on a file: say what to look at with {option} or --data")
 
@@ -295,11 +294,11 @@ class Subject:
         self.answer = f"{answer} ({float(share):.1%})" if tab else answer
 
         self.accuracy = self.checkpoint["metrics"]["accuracy"]
-        self.metric = f"{self.task.metric} {self.accuracy:.1%} after training"
         if data:
             self.task.valid = examples
             self.accuracy = self.task.evaluate(self.model, device)["accuracy"]
-            self.metric = f"{self.task.metric} {self.accuracy:.1%} on the lines measured here"
+        self.summary = (f"{self.path}: measured on {measured}; {self.task.metric} "
+                        f"{'on these' if data else 'after training'} {self.accuracy:.1%}")
         if not examples:
             half = ids[:max(1, len(ids) // 2)]
             examples = with_targets(self.task, self.model, [ids, half if self.classifies else half + [EOS]])
@@ -319,7 +318,7 @@ class Subject:
 
     def report(self):
         """Lines of text."""
-        yield f"{self.path}: {self.metric}; measured here: {self.measured}"
+        yield self.summary
         for kind, layers in self.layers.items():
             yield from ("", *table(kind, layers, self.layers_before[kind]))
         yield ""
@@ -349,10 +348,10 @@ class Subject:
         return numbered(words)
 
 
-def readable_ids(task, model, text, option):
+def readable_ids(task, model, text, option, report_cut=None):
     """A text as ids. ValueError if the model cannot read it."""
     try:
-        return task.model_ids(model, text)
+        return task.model_ids(model, text, report_cut)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
 
@@ -367,28 +366,23 @@ def with_targets(task, model, rows):
 
 
 def examples_to_measure(task, model, data):
-    """-> examples of --data's lines or of a toy's held-out data, how many they are in words, a text to draw. A model
-    that was trained on a file has none without --data."""
+    """-> examples of --data's lines or of a toy's held-out data, words that say how many, a text to draw. A model that
+    was trained on a file has none without --data."""
     if data:
         if task.columns is None:
-            raise ValueError("--data: this model's task makes its own data")
+            raise ValueError("--data: this model was trained on examples that its task draws, not on a file")
         pairs = read_pairs(data, task.columns)
-        some = evenly(pairs, MOST_INPUTS)
+        some = pairs[::math.ceil(len(pairs) / MOST_INPUTS)]
         examples, total, what = task.encode_pairs(some, data, task.most_tokens(model)), len(pairs), f"lines of {data}"
         question = min((text for text, _ in some), key=lambda text: abs(len(tokenize(text)) - 10))
     else:
         examples = task.toy_examples()
         if examples is None:
-            return [], "the given text and its first half; more with --data FILE", None
+            return [], "the given text and its first half (--data FILE measures more)", None
         total, what, question = len(examples), "held-out examples", task.question
     size = max(len(side) for example in examples for side in example if isinstance(side, list))
-    examples = evenly(examples, min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))
+    examples = examples[::math.ceil(len(examples) / min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))]
     return examples, f"{len(examples)} of {total:,} {what}", question
-
-
-def evenly(items, most):
-    """At most that many of the items, from all over the list."""
-    return [items[i * len(items) // most] for i in range(most)] if len(items) > most else items
 
 
 def numbered(words):
@@ -420,7 +414,8 @@ def text_map(weights, rows, columns, encoding, width):
                      for labels in (rows, columns))
     shades = SHADES if SHADES.encode(encoding, "replace").decode(encoding) == SHADES else ASCII_SHADES
     left = max(map(cells, rows)) + 1
-    cell = max(2, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
+    narrowest = max(cells(label[:1]) for label in columns) + 1
+    cell = max(narrowest, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
     fitting = max(1, (width - left) // cell)
     yield (" " * left + "".join(fill(label, cell - 1) + " " for label in columns[:fitting])).rstrip()
     for label, row in zip(rows, weights.tolist()):
@@ -450,35 +445,23 @@ def fill(text, width):
 
 MASKED = dict(facecolor="0.93", edgecolor="0.7", hatch="////", linewidth=0)
 SIGNED = dict(cmap="RdBu_r", vmin=-1, vmax=1)  # colours for numbers round 0
-# In inches:
-LETTER, LINE = 0.085, 0.2  # width of a letter of a label, height of a line of the title
-LABEL_CELL = 0.14          # a cell of this height has room for a label,
-NUMBER_CELL = 0.25         # of this for a number,
-USUAL_CELL = 0.36          # and this is it in a map of up to 12 tokens
-USUAL_MAP, MOST_MAPS = 4.3, 28  # width and height of a larger map, of all maps of a picture together
-BAR_HEIGHT = 3
+# In inches: the height of a cell that has room for a label, for a number, of one in a map of up to 12 tokens;
+LABEL_CELL, NUMBER_CELL, USUAL_CELL = 0.14, 0.25, 0.36
+USUAL_MAP, MOST_MAPS = 4.3, 28  # the side of a larger map, of all maps of a picture together
 DPI = 100
 
 
-def axes_grid(title, rows, columns, width, height, left, bottom, shared=False):
-    """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. left and bottom
-    are the inches that labels need: at all axes or, shared, only at the edge."""
+def axes_grid(title, rows, columns, width, height, apart_x, apart_y):
+    """A figure, its rows x columns axes, width by height inches each, and narrow axes for a colour bar. Labels and
+    title stand outside of the figure: savefig(bbox_inches="tight") takes them in."""
     from matplotlib.figure import Figure
-    apart_x, apart_y = (0.15, 0.35) if shared else (left, bottom + 0.35)
-    wide = left + columns * (width + apart_x) - apart_x + 1
-    high = bottom + rows * (height + apart_y) - apart_y + 0.7 + LINE * title.count("\n")
-    total = max(wide, LETTER * max(map(cells, title.split("\n"))) + 0.3)
+    total, high = columns * (width + apart_x) - apart_x, rows * (height + apart_y) - apart_y
     figure = Figure(figsize=(total, high))
-
-    def axes_at(x, y, width, height):
-        return figure.add_axes((x / total, y / high, width / total, height / high))
-
-    axes = [[axes_at(left + j * (width + apart_x), bottom + i * (height + apart_y), width, height)
-             for j in range(columns)] for i in reversed(range(rows))]
-    maps_height = rows * (height + apart_y) - apart_y
-    bar_height = min(BAR_HEIGHT, rows * height)
-    bar = axes_at(wide - 0.85, bottom + (maps_height - bar_height) / 2, 0.15, bar_height)
-    figure.suptitle(title, fontsize=11, y=1 - 0.1 / high, va="top")
+    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=dict(
+        left=0, right=1, bottom=0, top=1, wspace=apart_x / width, hspace=apart_y / height))
+    bar_height = min(3, rows * height)
+    bar = figure.add_axes((1 + 0.15 / total, 0.5 - bar_height / high / 2, 0.15 / total, bar_height / high))
+    figure.suptitle(title, fontsize=11, y=1 + 0.4 / high, va="bottom")
     return figure, axes, bar
 
 
@@ -492,8 +475,8 @@ def draw_map(ax, values, rows, columns, masked=None, cell=0.4, texts=None, cmap=
     check_labels(values, rows, columns)
     values = values.float()
     hidden = torch.zeros_like(values, dtype=torch.bool) if masked is None else masked & (values <= 0)
-    red = values.isnan() | (values > 1.001 * vmax)
-    painted = values.clamp(vmin, vmax).masked_fill(red, 2 * vmax).masked_fill(hidden, math.nan)
+    over = values.isnan() | (values > 1.001 * vmax)
+    painted = values.clamp(vmin, vmax).masked_fill(over, 2 * vmax).masked_fill(hidden, math.nan)
     ax.patch.set(**MASKED)
     image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin, vmax=vmax,
                       aspect="auto", interpolation="nearest")
@@ -548,7 +531,7 @@ def draw_masks():
     ids = torch.tensor([[4, 5, 6, 7], [8, 9, PAD, PAD]])
     masks = {"padding: make_padding_mask": make_padding_mask(ids), "causal: subsequent_mask": subsequent_mask(4)[None],
              "both: make_target_mask": make_target_mask(ids)}
-    figure, axes, bar = axes_grid("the masks of two sentences in one batch", 2, 3, 1.8, 1.8, 0.95, 0.95)
+    figure, axes, bar = axes_grid("the masks of two sentences in one batch", 2, 3, 1.8, 1.8, 0.95, 1.3)
     for i, words in enumerate((["I", "love", "this", "film"], ["so", "dull", "<pad>", "<pad>·2"])):
         for ax, (name, mask) in zip(axes[i], masks.items()):
             allowed = mask.expand(2, 1, 4, 4)[i, 0]
@@ -557,7 +540,7 @@ def draw_masks():
             ax.set(xlabel="looks at (key)", ylabel="looks from (query)")
     bar.set_axis_off()
     bar.legend(handles=[Patch(facecolor=image.cmap(0.5), label="may look"), Patch(**MASKED, label="masked")],
-               loc="center left", bbox_to_anchor=(-0.6, 0.5), frameon=False, handlelength=1)
+               loc="center left", bbox_to_anchor=(0, 0.5), frameon=False, handlelength=1)
     return figure
 
 
@@ -577,7 +560,7 @@ def draw_steps():
               ("1. QKᵀ", scores, signed), ("2. divided by √d_k = 2", scores / 2, signed),
               ("3. masked: padding, future", blocked, dict(signed, masked=~allowed)),
               ("4. softmax: a row sums to 1", weights, dict(masked=~allowed)), ("5. times V", output, signed)]
-    figure, axes, bar = axes_grid("softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 0.95)
+    figure, axes, bar = axes_grid("softmax(QKᵀ / √d_k) V, step by step", 2, 5, 1.9, 1.9, 0.95, 1.3)
     axes[0][3].text(0, 0.5, "1. every query times every key\n2. smaller numbers, a softer softmax\n"
                     "3. −∞ where a query may not look\n4. each row becomes shares of 1\n"
                     "5. the mean of V by these shares", fontsize=10, linespacing=1.8, va="center")
@@ -601,12 +584,10 @@ def draw_grid(title, weights, rows, columns, masked, names, looks_from="", frame
     most = max(queries, keys)
     cell = USUAL_CELL if most <= 12 else max(LABEL_CELL, USUAL_MAP / most)
     cell = min(cell, MOST_MAPS / (heads * keys), MOST_MAPS / (layers * queries))
-    width = max(keys * cell, LETTER * max(len(f"{name}, head {heads}") for name in names))
-    height = max(1.3, queries * cell)
-    left, bottom = (margin + LETTER * max(map(cells, labels)) for margin, labels in ((0.65, rows), (0.4, columns)))
-    figure, axes, bar = axes_grid(title, layers, heads, width, height, left, bottom, shared=True)
+    width = max(keys * cell, 0.085 * len(f"{names[-1]}, head {heads}"))  # a letter of the title is so wide
+    figure, axes, bar = axes_grid(title, layers, heads, width, max(1.3, queries * cell), 0.15, 0.35)
     for i, h in itertools.product(range(layers), range(heads)):
-        ax = axes[i][h]
+        ax = axes[i, h]
         image = draw_map(ax, weights[i, h], rows, columns, masked, cell)
         ax.set_title(f"{names[i]}, head {h + 1}", fontsize=9)
         ax.set_xlabel("looks at (key)") if i == layers - 1 else ax.set_xticks([])
@@ -652,7 +633,8 @@ def draw_heads(subjects):
     values = torch.tensor(values)
     cell = min(0.27, MOST_MAPS / len(names))
     title = "what each head does; in brackets: before training; an error would be red"
-    figure, ((ax,),), bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 2.1, 0.3)
+    figure, axes, bar = axes_grid(title, 1, 1, 0.9 * len(SHARES), cell * len(names), 0, 0)
+    ax = axes[0, 0]
     image = draw_map(ax, values.nan_to_num(), names, list(map(heading, SHARES)), values.isnan(), cell, texts)
     ax.tick_params(axis="x", rotation=0)
     figure.colorbar(image, cax=bar, label="share")
@@ -729,7 +711,7 @@ def save_pictures(subjects, out):
         matplotlib.rcParams.update({"font.family": families, "font.size": 9, "text.parse_math": False,
                                     "hatch.linewidth": 0.5})
         for file, figure in draw_all(subjects):
-            figure.savefig(out / file, dpi=DPI)
+            figure.savefig(out / file, dpi=DPI, bbox_inches="tight")
             print(out / file, flush=True)
             paths.append(out / file)
     return paths
@@ -746,9 +728,8 @@ def show_pictures(paths):
             raise RuntimeError("there is no display")
         for path in paths:
             picture = pyplot.imread(path)
-            height, width = picture.shape[:2]
-            figure = pyplot.figure(path.name, figsize=(width / DPI, height / DPI))
-            axes = figure.add_axes((0, 0, 1, 1))
+            height, width, _ = picture.shape
+            axes = pyplot.figure(path.name, figsize=(width / DPI, height / DPI)).add_axes((0, 0, 1, 1))
             axes.imshow(picture, origin="upper")
             axes.set_axis_off()
         pyplot.show()
@@ -764,8 +745,7 @@ def check_toy_text(name, option, text):
     """ValueError if a toy's model, which need not be trained yet, could not read the text."""
     options = recipe_options(name)
     task = TASKS[name].read(options)
-    with contextlib.redirect_stderr(io.StringIO()):  # a notice comes when the trained model reads it
-        readable_ids(task, task.build(task.config(options)), text, option)
+    readable_ids(task, task.build(task.config(options)), text, option, report_cut=str)  # it is told after the training
 
 
 def main(argv=None):
