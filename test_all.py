@@ -973,6 +973,15 @@ def on_cpu(main, line, *more, **options):
     return call(main, "--device", "cpu", *line.split(), *more, **options)
 
 
+def refused(main, message, line, *more):
+    """Asserts that main ends with status 2 and one line on stderr, which holds the message -> what it printed."""
+    status, out, err = on_cpu(main, line, *more)
+    script = Path(main.__code__.co_filename).name
+    assert status == 2 and err.startswith(f"{script}: error: ") and message in err, (line, more, err)
+    assert err.count("\n") == 1 and len(err) < 400, err
+    return out
+
+
 def saved(path):
     return torch.load(path, weights_only=True)
 
@@ -984,9 +993,10 @@ def test_a_token_is_a_word_with_its_marks_a_cjk_character_or_a_sign():
                          ("我爱ABC电影。", ["我", "爱", "abc", "电", "影", "。"]), ("葛\U000e0100城", ["葛\U000e0100", "城"]),
                          ("‘好’的", ["‘", "好", "’", "的"]), ("カタカナ", ["カ", "タ", "カ", "ナ"]),
                          ("나는 한국어ㅋㅋ", ["나는", "한국어ㅋㅋ"]), ("good\u3000film \U0001f600", ["good", "film", "\U0001f600"]),
-                         ("हिन्दी में", ["हिन्दी", "में"]), ("می‌روم", ["می‌روم"]), ("İyi", ["i̇yi"]), ("ภาษาไทยนี้", ["ภาษาไทยนี้"]),
-                         ("שָׁלוֹם מُدَرِّس", ["שָׁלוֹם", "מُدَرِّس"]), ("co\u00adop", ["co\u00adop"]), ("𞤀𞥄𞤁", ["𞤢𞥄𞤣"]),
-                         ("x\u0300", ["x\u0300"]), ("👍🏽!", ["👍🏽", "!"]), ("👩‍👩‍👧 ❤️", ["👩‍👩‍👧", "❤️"]), ("🇩🇪🇫🇷", ["🇩🇪", "🇫🇷"]), ("1️⃣", ["1️⃣"])]:
+                         ("हिन्दी में", ["हिन्दी", "में"]), ("می‌روم", ["می‌روم"]), ("İyi", ["i̇yi"]),
+                         ("ภาษาไทยนี้", ["ภาษาไทยนี้"]), ("x\u0300", ["x\u0300"]), ("👍🏽!", ["👍🏽", "!"]),
+                         ("שָׁלוֹם מُدَرِّس", ["שָׁלוֹם", "מُدَرِّس"]), ("co\u00adop", ["co\u00adop"]),
+                         ("𞤀𞥄𞤁", ["𞤢𞥄𞤣"]), ("👩‍👩‍👧 ❤️", ["👩‍👩‍👧", "❤️"]), ("🇩🇪🇫🇷", ["🇩🇪", "🇫🇷"]), ("1️⃣", ["1️⃣"])]:
         assert train.tokenize(text) == tokens, text
 
 
@@ -1005,7 +1015,8 @@ def test_vocab_keeps_what_occurs_twice_and_calls_the_rest_unknown():
 
 
 def test_data_files_are_read_as_pairs():
-    for name, data in [("plain.tsv", "good film\tyes\nbad \"film\tno\n"), ("cr.tsv", "good film\tyes\rbad \"film\tno\r"),
+    for name, data in [("plain.tsv", "good film\tyes\nbad \"film\tno\n"),
+                       ("cr.tsv", "good film\tyes\rbad \"film\tno\r"),
                        ("bom-crlf.tsv", "\ufeffgood film\tyes\r\n\r\nbad \"film\tno\r\n"),
                        ("header.tsv", "sentence\tlabel\ngood film\tyes\nbad \"film\tno"),
                        ("other-way.tsv", "Label\tid\treview\nyes\t1\tgood film\nno\t2\tbad \"film\n"),
@@ -1027,7 +1038,7 @@ def test_bad_data_files_are_one_line_with_the_place():
                                 ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
                                 ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
                                 ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
-                                ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; it reads: 'text, st"),
+                                ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; it reads: 'text"),
                                 ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
                                 ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 columns, the header has 2"),
                                 ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
@@ -1117,18 +1128,14 @@ def quick_copy():
         yield
 
 
-def test_copy_examples_repeat_their_symbols_between_bos_and_eos():
-    for src, tgt in copy_task().examples(random.Random(1), 500, held_out=False):
-        assert 1 <= len(src) - 1 <= 10 and all(4 <= symbol <= 13 for symbol in src[:-1]) and src[-1] == EOS
-        assert tgt == [BOS, *src]
-
-
-def test_copy_trains_on_long_sequences_that_repeat_symbols():
-    examples = [src[:-1] for src, _ in copy_task().examples(random.Random(1), 4000, held_out=False)]
-    neighbours = [pair for src in examples for pair in zip(src, src[1:])]
-    assert abs(sum(map(len, examples)) / 4000 - 7.15) < 0.15  # the mean of the longer of two lengths up to 10
-    assert abs(sum(a == b for a, b in neighbours) / len(neighbours) - (0.3 + 0.7 * 0.1)) < 0.02
-    assert {len(src) for src in examples} == {*range(1, 11)}
+def test_copy_draws_long_sequences_that_repeat_symbols_between_bos_and_eos():
+    examples = copy_task().examples(random.Random(1), 4000, held_out=False)
+    assert all(src[-1] == EOS and tgt == [BOS, *src] for src, tgt in examples)
+    sources = [src[:-1] for src, _ in examples]
+    neighbours = [pair for src in sources for pair in zip(src, src[1:])]
+    assert abs(statistics.mean(map(len, sources)) - 7.15) < 0.15  # the mean of the longer of two lengths up to 10
+    assert abs(statistics.mean(a == b for a, b in neighbours) - (0.3 + 0.7 * 0.1)) < 0.02
+    assert {len(src) for src in sources} == {*range(1, 11)} and set(sum(sources, [])) == {*range(4, 14)}
 
 
 def test_copy_never_trains_on_what_it_is_judged_by():
@@ -1187,12 +1194,13 @@ def test_length_batches_hold_each_example_once_and_little_padding():
         assert sorted(example for batch in batches for example in batch) == sorted(examples)
         assert all(len(batch) * max(len(tgt) for _, tgt in batch) <= 300 for batch in batches)
         assert sum(len(batch) * max(len(src) for src, _ in batch) for batch in batches) < 1.1 * sum(lengths)
-    assert [len(batch) for batch in train.length_batches(examples, 64)] == [64] * 7 + [52]
-    assert [len(batch) for batch in train.length_batches([([1] * 9, 0)] * 3, 5, None, True)] == [1] * 3  # too long: alone
+    assert list(map(len, train.length_batches(examples, 64))) == [64] * 7 + [52]
+    assert list(map(len, train.length_batches([([1] * 9, 0)] * 3, 5, None, True))) == [1] * 3  # too long: alone
 
 
 def test_an_epoch_of_more_than_500_batches_is_several_rounds():
-    task, args = train.Sentiment({"words": train.SPECIAL, "labels": ["a", "b"]}), argparse.Namespace(batch_size=2, seed=3)
+    task = train.Sentiment({"words": train.SPECIAL, "labels": ["a", "b"]})
+    args = argparse.Namespace(batch_size=2, seed=3)
     task.train = [([i // 2 + 4] * 3, 0) for i in range(2002)]
 
     def ids(number):
@@ -1228,10 +1236,10 @@ def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
         task = train.TASKS[name].read(train.recipe_options(name))
         model = task.build(task.config(train.recipe_options(name)))
         assert task.samples(model, len(task.valid)) == task.samples(model, 0) != task.samples(model, 1)
-        example = task.valid[0]
-        label = task.labels[example[1]] if name == "sentiment" else train.join_tokens(task.target.decode(example[1][1:]))
-        assert f"{train.join_tokens(task.vocabulary.decode(example[0]))}  ->  " in task.samples(model, 0)[0]
-        assert task.samples(model, 0)[0].endswith(f" ({label})")
+        ids, expected = task.valid[0]
+        label = task.labels[expected] if name == "sentiment" else train.join_tokens(task.target.decode(expected[1:]))
+        text = train.join_tokens(task.vocabulary.decode(ids))
+        assert re.fullmatch(rf"{text}  ->  .* \({label}\)", task.samples(model, 0)[0])
 
 
 # --- train.py: the loop
@@ -1313,21 +1321,15 @@ def test_progress_counts_tokens_and_renews_its_line_on_a_terminal_only():
 
 
 @slow
-def test_both_toys_reach_all_of_their_validation_set():
+def test_both_toys_solve_their_task_and_their_checkpoints_rebuild_the_model():
     out = trained_toys()[1]
-    assert "sentiment: accuracy 100.0% on the validation set" in out
-    assert "copy: greedy exact match 100.0% on the validation set" in out
-    assert "ask it: python translate.py --checkpoint checkpoints/sentiment.pt the film was never dull" in out
-
-
-@slow
-def test_a_checkpoint_is_a_plain_dict_and_rebuilds_its_model():
     with with_toys():
-        for name in "sentiment", "copy":
-            path = train.default_path(name)
-            plain = saved(path)
-            assert set(plain) == {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}
-            task, model, _ = train.load_checkpoint(path, "cpu")
+        for name, metric in ("sentiment", "accuracy"), ("copy", "greedy exact match"):
+            assert f"{name}: {metric} 100.0% on the validation set" in out
+            assert f"python translate.py --checkpoint checkpoints/{name}.pt {train.TASKS[name].question}\n" in out
+            plain = saved(f"checkpoints/{name}.pt")
+            assert plain.keys() == {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}
+            task, model, _ = train.load_checkpoint(train.default_path(name), "cpu")
             same(list(model.state_dict().values()), list(plain["model"].values()), atol=0)
             task.valid = task.toy_examples()
             assert not model.training and abs(task.evaluate(model, "cpu")["loss"] - plain["metrics"]["loss"]) < 1e-6
@@ -1418,16 +1420,16 @@ def train_as_a_rank():
         if not share:
             share.extend([len(batch[0]), torch.initial_seed()])
         return right(task, model, batch)
-    share, right = [], train.Copy.predict
+    share, right, dropout = [], train.Copy.predict, f"--steps 6 --batch-size 8 --dropout 0.3 {' '.join(SMALL)}"
     with quick_copy(), swapped(train.Copy, "predict", predict):
-        for progress, line in [(train.Progress, "--steps 1 --batch-size 7 --checkpoint two.pt"),
-                               (train.Progress, "--steps 6 --batch-size 8 --dropout 0.3 --checkpoint whole.pt"),
-                               (interrupted_at(5), "--steps 6 --batch-size 8 --dropout 0.3 --checkpoint parts.pt"),
+        for progress, line in [(train.Progress, f"--steps 1 --batch-size 7 --checkpoint two.pt {' '.join(SMALL)}"),
+                               (train.Progress, f"{dropout} --checkpoint whole.pt"),
+                               (interrupted_at(5), f"{dropout} --checkpoint parts.pt"),
                                (train.Progress, "--resume --checkpoint parts.pt")]:
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
             with swapped(train, "Progress", progress):
                 try:
-                    train.main(["--device", "cpu", "--task", "copy", *line.split(), *([] if "--resume" in line else SMALL)])
+                    train.main(["--device", "cpu", "--task", "copy", *line.split()])
                 except KeyboardInterrupt:
                     torch.distributed.destroy_process_group()
     write(f"share-{os.environ['RANK']}", f"{share[0]} {share[1]}")
@@ -1439,11 +1441,12 @@ def test_two_processes_make_the_run_of_one_and_resume_it():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        environment = dict(os.environ, TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1",
-                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTHONPATH=str(HERE))
-        processes = [subprocess.Popen([sys.executable, "-W", "error", "-c", "import test_all; test_all.train_as_a_rank()"],
-                                      env=dict(environment, RANK=rank, LOCAL_RANK=rank), text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in "01"]
+        environment = dict(os.environ, TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                           OMP_NUM_THREADS="1", PYTHONPATH=str(HERE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        code = "import test_all; test_all.train_as_a_rank()"
+        processes = [subprocess.Popen([sys.executable, "-W", "error", "-c", code], text=True, stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE, env=dict(environment, RANK=rank, LOCAL_RANK=rank))
+                     for rank in "01"]
         try:
             results = [process.communicate(timeout=120) for process in processes]
         finally:
@@ -1452,7 +1455,7 @@ def test_two_processes_make_the_run_of_one_and_resume_it():
         assert [process.returncode for process in processes] == [0, 0], results
         assert results[0][0].count("parameters") == 4 and results[1] == ("", ""), results  # one of them prints
         shares = [Path(f"share-{rank}").read_text().split() for rank in "01"]
-        assert [rows for rows, _ in shares] == ["4", "3"] and shares[0][1] != shares[1][1]  # rows and dropout of its own
+        assert [rows for rows, _ in shares] == ["4", "3"] and shares[0][1] != shares[1][1]  # rows, dropout
         same_runs(saved("whole.pt"), saved("parts.pt"))
         run_train(*"--task copy --steps 1 --batch-size 7 --checkpoint one.pt".split(), *SMALL)
         one, two = saved("one.pt"), saved("two.pt")
@@ -1477,8 +1480,7 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
                               ("--steps 9", "--steps 9: the interrupted run has None"),
                               ("--checkpoint y.pt", "nothing to resume: y.pt holds no round of translate"),
                               ("--task sentiment", "nothing to resume: x.pt holds no round of sentiment")]:
-            status, _, err = on_cpu(train.main, f"--task translate --checkpoint x.pt --resume {line}")
-            assert status == 2 and message in err, err
+            refused(train.main, message, f"--task translate --checkpoint x.pt --resume {line}")
         write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)
         status, _, err = on_cpu(train.main, "--task translate --checkpoint x.pt --resume")
         assert status == 2 and "pairs.tsv is not what the interrupted run was trained on" in err
@@ -1545,8 +1547,7 @@ def test_a_checkpoint_goes_where_a_link_or_a_tilde_points_and_never_over_a_forei
         write("notes.pt", "my notes")
         for place, message in [("notes.pt", "not a checkpoint"), ("notes.txt", "must end in .pt"), ("", "is empty"),
                                ("x" * 260 + ".pt", "name too long"), ("real/target.pt/x.pt", "target.pt")]:
-            status, out, err = on_cpu(train.main, line, place, *SMALL)
-            assert status == 2 and message in err and out == "" and len(err.splitlines()) == 1, err
+            assert refused(train.main, message, line, place, *SMALL) == ""
         assert Path("notes.pt").read_text() == "my notes"
 
 
@@ -1558,8 +1559,7 @@ def test_each_data_file_has_a_checkpoint_of_its_own():
         status, out, _ = on_cpu(train.main, "--task translate --steps 1 --data pairs.de-en.tsv", *SMALL)
         assert status == 0 and os.listdir("checkpoints") == ["pairs.de-en.pt"]
         assert "saved to checkpoints/pairs.de-en.pt\nask it: python translate.py --checkpoint checkpoints/pairs" in out
-        status, _, err = on_cpu(train.main, "--task translate --steps 1 --data copy.tsv", *SMALL)
-        assert status == 2 and "checkpoints/copy.pt is the place of a toy" in err
+        refused(train.main, "checkpoints/copy.pt is the place of a toy", "--task translate --data copy.tsv")
 
 
 def test_wrong_arguments_of_train_are_one_line_before_any_work():
@@ -1573,27 +1573,25 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
                 ("--task poem", "invalid choice"), ("--device nonsense", "try --device cpu"),
                 ("--data two.tsv", "--data needs a --task of sentiment, translate; all is not one"),
                 ("--task copy --data two.tsv", "--data needs a --task of sentiment, translate; copy is not one"),
-                ("--resume", "--resume needs a --task of sentiment, copy"), ("--checkpoint x.pt", "--checkpoint needs a"),
-                ("--task copy --epochs 3", "use --steps"), ("--task copy --steps 3 --epochs 3", "not allowed with"),
-                ("--task copy --resume", "nothing to resume"),
-                ("--task sentiment --valid two.tsv", "--valid needs --data"),
-                ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"), ("--task copy --data=", "is empty"),
+                ("--resume", "--resume needs a --task of sentiment"), ("--checkpoint x.pt", "--checkpoint needs a"),
+                ("--task copy --resume", "nothing to resume"), ("--task copy --epochs 3", "use --steps"),
+                ("--task copy --steps 3 --epochs 3", "not allowed with"), ("--task translate", "needs --data"),
+                ("--task sentiment --valid two.tsv", "--valid needs --data"), ("--task copy --data=", "is empty"),
+                ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
+                ("--task translate --data ..", "..: Is a directory"),
                 ("--task sentiment --data one-class.tsv", "all training lines have the label 'yes'"),
                 ("--task sentiment --data one.tsv", "too few different texts"),
                 ("--task translate --data one.tsv", "too few different texts"),
                 ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines; a line is text<TAB>label"),
                 ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe maybe maybe maybe maybe maybe may…'"),
-                ("--task translate", "needs --data"), ("--task translate --data ..", "..: Is a directory"),
                 ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
                 ("--task copy --d-model 99999998", "a model of these sizes cannot be made"),
                 ("--steps 0", "at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "at least 1"),
-                ("--steps 9999999999", "and below"), ("--lr nan", "number"), ("--lr 0", "number"), ("--lr inf", "number"),
-                ("--dropout 1", "below 1"), ("--dropout x", "number"), ("--warmup -1", "at least 0"),
-                ("--lr 10", "below 10"), (f"--seed {2 ** 63}", "below"), ("--seed -1", "at least 0"), ("--layers 0", "at least 1"), ("--heads 0", "at least 1"),
-                ("--norm mid", "invalid choice")]:
-            status, out, err = on_cpu(train.main, line)
-            assert status == 2 and err.startswith("train.py: error: ") and message in err, (line, err)
-            assert len(err.splitlines()) == 1 and len(err) < 260, err
+                ("--steps 9999999999", "and below"), ("--lr nan", "number"), ("--lr 0", "number"),
+                ("--lr inf", "number"), ("--lr 10", "below 10"), ("--dropout 1", "below 1"), ("--dropout x", "number"),
+                ("--warmup -1", "at least 0"), ("--seed -1", "at least 0"), (f"--seed {2 ** 63}", "below"),
+                ("--layers 0", "at least 1"), ("--heads 0", "at least 1"), ("--norm mid", "invalid choice")]:
+            refused(train.main, message, line)
         assert [path for path in sorted(directory.rglob("*")) if path.name != "checkpoints"] == before
 
 
@@ -1626,13 +1624,14 @@ def test_devices():
         assert train.pick_device("cpu") == torch.device("cpu") and auto(False) == (torch.device("cpu"), "device: cpu\n")
         assert not started.called  # the CPU never touches CUDA
         for name in "nonsense", "cuda:99", "meta", "cpu:x":
-            with swapped(train, "shorten", lambda text, most: "\n" in text or "cut"):  # the first line alone
-                raises(ValueError, [f"--device {name} cannot be used here; try --device cpu (cut)"], train.pick_device, name)
+            raises(ValueError, f"--device {name} cannot be used here; try --device cpu (", train.pick_device, name)
+        raises(ValueError, "(no)", train.pick_device, "cuda:99")  # the first line alone
     ranks = dict(TORCHELASTIC_RUN_ID="x", RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     with swapped(torch.cuda, "device_count", lambda: 2), swapped(torch, "zeros", lambda *size, device: torch.ones(())):
         assert auto(True) == (torch.device("cuda"), "device: cuda\n")
         with mock.patch.dict(os.environ, ranks):
-            assert train.pick_device("cuda") == torch.device("cuda:1") and train.pick_device("cpu") == torch.device("cpu")
+            assert train.pick_device("cuda") == torch.device("cuda:1")
+            assert train.pick_device("cpu") == torch.device("cpu")
             raises(ValueError, "needs a GPU of its own, of 2", train.pick_device, "cuda:0")
             os.environ["LOCAL_WORLD_SIZE"] = "3"
             raises(ValueError, "each of the 3 processes here needs a GPU of its own", train.pick_device, "cuda")
@@ -1657,7 +1656,7 @@ def test_a_closed_pipe_and_a_full_disk_end_the_process_without_a_traceback():  #
     with with_toys():
         for line, shell, status, message in [
                 ("--device cpu --evaluate", "| true; exit ${PIPESTATUS[0]}", 141, ""),
-                ("--device cpu 1 2", ">/dev/full", 2, "translate.py: error: stdin or stdout: No space left on device\n")]:
+                ("--device cpu 1", ">/dev/full", 2, "translate.py: error: stdin or stdout: No space left on device\n")]:
             done = subprocess.run(["bash", "-c", f"'{sys.executable}' -W error '{HERE}/translate.py' {line} {shell}"],
                                   capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             assert (done.returncode, done.stdout, done.stderr) == (status, "", message)
@@ -1666,6 +1665,7 @@ def test_a_closed_pipe_and_a_full_disk_end_the_process_without_a_traceback():  #
 def test_what_is_read_as_utf8_is_written_as_utf8_unless_a_terminal_or_the_user_decides():
     def main(argv=None):
         print("€")
+        return 0
 
     class Terminal(io.TextIOWrapper):
         def isatty(self):
@@ -1675,7 +1675,7 @@ def test_what_is_read_as_utf8_is_written_as_utf8_unless_a_terminal_or_the_user_d
         with mock.patch.dict(os.environ, variables), swapped(sys, "stdout", stream(io.BytesIO(), encoding="latin-1")):
             if not variables:
                 os.environ.pop("PYTHONIOENCODING", None)
-            raises(SystemExit, "None", train.run, main)
+            raises(SystemExit, "0", train.run, main)
             assert sys.stdout.buffer.getvalue() == written
 
 
@@ -1732,10 +1732,10 @@ def test_translate_answers_each_line_in_order_and_names_the_bad_ones():
     with with_toys():
         status, out, err = on_cpu(translate.main, "", stdin="\n".join(lines).encode() + b"\n\xff\n6")
         assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "", "6", ""]
-        assert status == 2 and [line[:21] for line in err.splitlines()] == [f"translate.py: line {i}:" for i in (3, 5, 8, 9)]
+        assert status == 2 and re.findall(r"^translate.py: line (\d+): ", err, flags=re.M) == ["3", "5", "8", "9"]
         assert "1,000,003 characters" in err  # with its end
-        status, out, err = on_cpu(translate.main, "--checkpoint checkpoints/sentiment.pt", stdin=b"the film was good\n\n"
-                                  b"so dull today\nthe film was never ever bad at all\n")
+        texts = b"the film was good\n\nso dull today\nthe film was never ever bad at all\n"
+        status, out, err = on_cpu(translate.main, "--checkpoint checkpoints/sentiment.pt", stdin=texts)
         assert status == 0 and [line.split("\t")[0] for line in out.split("\n")[:3]] == ["positive", "", "negative"]
         assert err == ("2 of 13 words are unknown to this model\n"
                        "1 texts were cut off, the first at: 8 tokens; this model reads the first 6\n")
@@ -1751,7 +1751,8 @@ def test_translate_answers_a_terminal_line_by_line_and_takes_a_stdin_of_text_or_
 
         def isatty(self):
             return True
-    with with_toys(), contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with with_toys(), contextlib.redirect_stdout(io.StringIO()) as out, \
+            contextlib.redirect_stderr(io.StringIO()) as err:
         with swapped(sys, "stdin", Typed()):
             assert translate.main(["--device", "cpu"]) == 0
         with swapped(sys, "stdin", None):
@@ -1794,15 +1795,16 @@ def test_a_translation_is_learned_from_pairs_in_a_file_and_scored_with_bleu():
         return argparse.Namespace(score=100 * sum(a == b for a, b in zip(generated, *targets)) / len(generated))
     with working_directory():
         write("pairs.tsv", PAIRS)
-        run_train(*"--task translate --data pairs.tsv --valid pairs.tsv --steps 60 --warmup 10 --batch-size 200 --dropout 0 "
-                  "--layers 1 --d-model 32".split())
+        run_train(*"--task translate --data pairs.tsv --valid pairs.tsv --steps 60 --warmup 10".split(),
+                  *"--batch-size 200 --dropout 0 --layers 1 --d-model 32".split())
         model = "--checkpoint checkpoints/pairs.pt"
         assert on_cpu(translate.main, model, "a v") == (0, "v a\n", "")
         write("pairs.tsv", PAIRS + "a b c d\tA B\n")  # too long for the model: left out of the loss, wrong for BLEU
         line = f"{model} --evaluate --data pairs.tsv --beams 2"
         with mock.patch.dict(sys.modules, sacrebleu=argparse.Namespace(corpus_bleu=corpus_bleu)):
             status, out, _ = on_cpu(translate.main, line)
-        assert status == 0 and re.match(r"teacher-forced accuracy 100.0%, loss \d.\d\d\d on 25 examples\nBLEU 96.2 with 2 b", out)
+        assert status == 0 and re.match(r"teacher-forced accuracy 100.0%, loss \d.\d{3} on 25 examples\n"
+                                        r"BLEU 96.2 with 2 beams", out)
         with mock.patch.dict(sys.modules, sacrebleu=None):
             assert "no BLEU: pip install sacrebleu" in on_cpu(translate.main, line)[1]
 
@@ -1828,21 +1830,21 @@ def test_wrong_arguments_of_translate_are_one_line():
         torch.save({k: v for k, v in saved("checkpoints/copy.pt").items() if k != "history"}, "part.pt")
         write("pairs.tsv", PAIRS)
         run_train(*"--task translate --data pairs.tsv --steps 1".split(), *SMALL)
-        for argv, message in [(["3", "11"], "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
-                              (["0"], "not a symbol"), (["-1"], "not a symbol"), ([" "], "0 tokens"), (["<eos>"], "not a sy"),
-                              (["1"] * 11, "11 tokens; this model reads 1 to 10"), (["--beams", "0"], "at least 1"),
-                              (["--evaluate", "3"], "takes no text"), (["--data", "pairs.tsv", "1"], "is for --evaluate"),
-                              (["--evaluate", "--data", "pairs.tsv"], "Copy draws its examples"),
-                              (["--evaluate", "--checkpoint", "checkpoints/pairs.pt"], "--evaluate needs --data FILE"),
-                              (["--checkpoint", "nowhere.pt", "3"], "nowhere.pt: No such file"),
-                              (["--checkpoint", ".", "3"], "directory"), (["--checkpoint", "", "3"], "is empty"),
-                              *((["--checkpoint", f"{name}.pt", "3"], f"{name}.pt: not a checkpoint that") for name in
+        for line, message in [("3 11", "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
+                              ("0", "not a symbol"), ("-1", "not a symbol"), ("<eos>", "not a symbol"),
+                              ("1 " * 11, "11 tokens; this model reads 1 to 10"), ("--beams 0", "at least 1"),
+                              ("--evaluate 3", "takes no text"), ("--data pairs.tsv 1", "is for --evaluate"),
+                              ("--evaluate --data pairs.tsv", "Copy draws its examples"),
+                              ("--evaluate --checkpoint checkpoints/pairs.pt", "--evaluate needs --data FILE"),
+                              ("--checkpoint nowhere.pt 3", "nowhere.pt: No such file"),
+                              ("--checkpoint= 3", "is empty"), ("--checkpoint . 3", "directory"),
+                              ("--device nonsense 3", "try --device cpu"),
+                              *((f"--checkpoint {name}.pt 3", f"{name}.pt: not a checkpoint that") for name in
                                 ("text", "short", "foreign", "code", "config")),
-                              (["--checkpoint", "poem.pt", "3"], "the task 'poem' is unknown"),
-                              (["--checkpoint", "part.pt", "3"], "a key is missing"),
-                              (["--device", "nonsense", "3"], "try --device cpu")]:
-            status, out, err = on_cpu(translate.main, "", *argv)
-            assert status == 2 and out == "" and message in err and len(err.splitlines()) == 1, (argv, err)
+                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown"),
+                              ("--checkpoint part.pt 3", "a key is missing")]:
+            assert refused(translate.main, message, line) == ""
+        refused(translate.main, "0 tokens", "", " ")
 
 
 # --- visualize.py
