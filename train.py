@@ -451,9 +451,6 @@ class Copy(Seq2Seq):
     def toy_examples(self):
         return self.examples(random.Random(0), 1000, held_out=True)
 
-    def batches_per_epoch(self, args):
-        return 50
-
     def batches(self, args, number):
         rng = random.Random(mixed_seed(args.seed, number))
         return (self.batch(self.examples(rng, args.batch_size, held_out=False)) for _ in range(50))
