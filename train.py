@@ -144,7 +144,7 @@ def warm_up_and_decay(steps, warmup):
     def rate(step):
         if step < warmup:
             return (step + 1) / warmup
-        return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+        return (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
     return rate
 
 
