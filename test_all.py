@@ -1747,11 +1747,11 @@ def test_translate_answers_a_terminal_line_by_line_and_takes_a_stdin_of_text_or_
         def __iter__(self):
             for line in "1 2\n", "3\n":
                 yield line
-                assert out.getvalue().endswith(line)  # answered before the next is read
+                assert out.buffer.getvalue().decode().endswith(line)  # answered before the next is read
 
         def isatty(self):
             return True
-    with with_toys(), contextlib.redirect_stdout(io.StringIO()) as out, \
+    with with_toys(), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out, \
             contextlib.redirect_stderr(io.StringIO()) as err:
         with swapped(sys, "stdin", Typed()):
             assert translate.main(["--device", "cpu"]) == 0
