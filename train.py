@@ -143,7 +143,7 @@ def warm_up_and_decay(steps, warmup):
     def rate(step):
         if step < warmup:
             return (step + 1) / warmup
-        return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+        return (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
     return rate
 
 
@@ -449,9 +449,6 @@ class Copy(Seq2Seq):
 
     def toy_examples(self):
         return self.examples(random.Random(0), 1000, held_out=True)
-
-    def batches_per_epoch(self, args):
-        return 50
 
     def batches(self, args, number):
         rng = random.Random(mixed_seed(args.seed, number))

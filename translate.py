@@ -128,7 +128,7 @@ def main(argv=None):
         print(*evaluate(task, model, device, pairs, args.beams), sep="\n")
         return 0
     if args.text:
-        print(answer(task, model, [row], args.beams)[0], flush=True)
+        print(answer(task, model, [row], args.beams)[0])
         report_unknown(*count_unknown(row))
         return 0
     if sys.stdin is None:
