@@ -1025,22 +1025,22 @@ def test_data_files_are_read_as_pairs():
                        ("some.CSV", 'Label , Review,id\r\nyes,good film,1\r\nno,"bad ""film",2\r\n')]:
         with working_directory(), contextlib.redirect_stderr(io.StringIO()) as err:
             assert train.read_pairs(write(name, data), COLUMNS) == [("good film", "yes"), ('bad "film', "no")], name
-            assert ("3 lines with an empty side left out" in err.getvalue()) == (name == "holes.tsv")
+            assert ("3 lines with an empty column left out" in err.getvalue()) == (name == "holes.tsv")
     with working_directory():
         assert train.read_pairs(write("x.csv", 'text,label\n"one\ntwo",yes\n'), COLUMNS) == [("one\ntwo", "yes")]
 
 
 def test_bad_data_files_are_one_line_with_the_place():
     for name, data, message in [("empty.tsv", "", "no line with text"), ("blank.tsv", " \n\t\n", "no line with text"),
-                                ("one.tsv", "a\tyes\nb\n", "line 2: 0 tabs, expected 1: text<TAB>label"),
-                                ("three.tsv", "a\tb\tyes\n", "line 1: 2 tabs"),
+                                ("one.tsv", "a\tyes\nb\n", "line 2: 1 column, expected text<TAB>label"),
+                                ("three.tsv", "a\tb\tyes\n", "line 1: 3 columns, expected text<TAB>label"),
                                 ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "line 2: field larger than"),
                                 ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
                                 ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
                                 ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
                                 ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; it reads: 'text"),
                                 ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
-                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 columns, the header has 2"),
+                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 column, expected 2 as in"),
                                 ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
                                 ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
                                 ("none.csv", "", "no column")]:
@@ -1092,13 +1092,13 @@ def test_what_was_read_is_told_before_training():
         assert status == 0 and out.split("\n")[:3] == [
             "data.tsv: 43 lines for training; 2 for validation, in valid.tsv, 1 of them also in the training set",
             "labels: pos 22, neg 20, Pos 1",
-            "words: 23 known, seen at least twice in training; 33.3% of the validation set's are unknown"], out
-        assert "data.tsv: 1 texts have more than 256 tokens; only their first 256 are read\n" in err
+            "words: 23 known, those that occur twice in training; 33.3% of the validation tokens are not"], out
+        assert "data.tsv: 1 texts have more than 256 tokens; the rest of them is cut off\n" in err
         write("pairs.tsv", PAIRS + f"{'a ' * 129}\tx\n{'a ' * 128}\tA\nc\t\n")
         status, out, err = on_cpu(train.main, "--task translate --data pairs.tsv --valid pairs.tsv --steps 1", *SMALL)
         assert status == 0 and "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
         assert "source words: 10 known" in out and "target words: 10 known" in out
-        assert "1 pairs of more than 128 tokens left out" in err and "1 lines with an empty side left out" in err
+        assert "1 pairs with more than 128 tokens on a side" in err and "1 lines with an empty column left out" in err
         assert saved("checkpoints/pairs.pt")["config"]["max_len"] == 129  # the longest and EOS
 
 
@@ -1406,9 +1406,9 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted():
             with swapped(train, "Progress", interrupted_at(whole["history"][1]["step"] - 1)):
                 status, _, err = on_cpu(train.main, "--checkpoint parts.pt", *options)
             command = f"python train.py --task {task} --checkpoint parts.pt --resume"
-            assert status == 130 and f"train.py: interrupted; after a whole round, {command} goes on" in err
+            assert status == 130 and f"train.py: interrupted; if a round was complete, {command} continues" in err
             assert len(saved("parts.pt")["history"]) == 1 and {"run", "options"} < saved("parts.pt").keys()
-            assert "going on after step" in run_train(*command.split()[2:])
+            assert "resuming after step" in run_train(*command.split()[2:])
             same_runs(whole, saved("parts.pt"))
             assert f"parts.pt: the run is complete, {whole['history'][-1]['step']} " in run_train(*command.split()[2:])
             same_runs(whole, saved("parts.pt"))
@@ -1476,16 +1476,16 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
         with swapped(train, "Progress", interrupted_at(5)):
             assert on_cpu(train.main, f"{options} --checkpoint x.pt", *SMALL)[0] == 130
         for line, message in [("--d-model 32", "--d-model 32: the interrupted run has 16"),
-                              ("--fused", "--fused True: the interrupted run has False"),
-                              ("--steps 9", "--steps 9: the interrupted run has None"),
-                              ("--checkpoint y.pt", "nothing to resume: y.pt holds no round of translate"),
-                              ("--task sentiment", "nothing to resume: x.pt holds no round of sentiment")]:
+                              ("--fused", "--fused True: the interrupted run has none"),
+                              ("--steps 9", "--steps 9: the interrupted run has none"),
+                              ("--checkpoint y.pt", "nothing to resume: y.pt holds no translate run"),
+                              ("--task sentiment", "nothing to resume: x.pt holds no sentiment run")]:
             refused(train.main, message, f"--task translate --checkpoint x.pt --resume {line}")
         write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)
         status, _, err = on_cpu(train.main, "--task translate --checkpoint x.pt --resume")
         assert status == 2 and "pairs.tsv is not what the interrupted run was trained on" in err
         status, _, err = on_cpu(train.main, f"{options} --checkpoint x.pt", *SMALL)
-        assert status == 0 and "x.pt holds an unfinished run, step 4, which this one replaces" in err
+        assert status == 0 and "x.pt holds an unfinished run (step 4), which this one replaces" in err
         assert "python train.py --task translate --checkpoint x.pt --resume" in err
 
 
@@ -1585,12 +1585,12 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
                 ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines; a line is text<TAB>label"),
                 ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe maybe maybe maybe maybe maybe may…'"),
                 ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
-                ("--task copy --d-model 99999998", "a model of these sizes cannot be made"),
-                ("--steps 0", "at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "at least 1"),
+                ("--task copy --d-model 99999998", "a model of these sizes cannot be built"),
+                ("--steps 0", "of at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "of at least 1"),
                 ("--steps 9999999999", "and below"), ("--lr nan", "number"), ("--lr 0", "number"),
                 ("--lr inf", "number"), ("--lr 10", "below 10"), ("--dropout 1", "below 1"), ("--dropout x", "number"),
-                ("--warmup -1", "at least 0"), ("--seed -1", "at least 0"), (f"--seed {2 ** 63}", "below"),
-                ("--layers 0", "at least 1"), ("--heads 0", "at least 1"), ("--norm mid", "invalid choice")]:
+                ("--warmup -1", "of at least 0"), ("--seed -1", "of at least 0"), (f"--seed {2 ** 63}", "below"),
+                ("--layers 0", "of at least 1"), ("--heads 0", "of at least 1"), ("--norm mid", "invalid choice")]:
             refused(train.main, message, line)
         assert [path for path in sorted(directory.rglob("*")) if path.name != "checkpoints"] == before
 
@@ -1607,7 +1607,7 @@ def test_what_is_typed_counts_before_the_recipe():
 
 def test_recipes_are_those_that_the_readme_measured():
     names = "epochs steps batch_size lr warmup dropout layers d_model heads d_ff norm".split()
-    for recipe, values in [(train.Sentiment.recipe, (5, None, 32, 6e-3, 50, 0, 2, 32, 4, 64, "post")),
+    for recipe, values in [(train.Sentiment.recipe, (6, None, 40, 6e-3, 50, 0, 2, 32, 4, 64, "post")),
                            (train.Sentiment.data_recipe, (8, None, 64, 1e-3, 100, 0.5, 2, 128, 4, 128, "pre")),
                            (train.Copy.recipe, (None, 250, 64, 8e-3, 20, 0, 1, 64, 2, 64, "pre")),
                            (train.Translate.data_recipe, (15, None, 1500, 3e-3, 200, 0.15, 3, 128, 4, 256, "pre"))]:
@@ -1738,7 +1738,7 @@ def test_translate_answers_each_line_in_order_and_names_the_bad_ones():
         status, out, err = on_cpu(translate.main, "--checkpoint checkpoints/sentiment.pt", stdin=texts)
         assert status == 0 and [line.split("\t")[0] for line in out.split("\n")[:3]] == ["positive", "", "negative"]
         assert err == ("2 of 13 words are unknown to this model\n"
-                       "1 texts were cut off, the first at: 8 tokens; this model reads the first 6\n")
+                       "1 texts were cut off; the first has 8 tokens; this model reads the first 6\n")
 
 
 @slow
@@ -1832,7 +1832,7 @@ def test_wrong_arguments_of_translate_are_one_line():
         run_train(*"--task translate --data pairs.tsv --steps 1".split(), *SMALL)
         for line, message in [("3 11", "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
                               ("0", "not a symbol"), ("-1", "not a symbol"), ("<eos>", "not a symbol"),
-                              ("1 " * 11, "11 tokens; this model reads 1 to 10"), ("--beams 0", "at least 1"),
+                              ("1 " * 11, "11 tokens; this model reads 1 to 10"), ("--beams 0", "of at least 1"),
                               ("--evaluate 3", "takes no text"), ("--data pairs.tsv 1", "is for --evaluate"),
                               ("--evaluate --data pairs.tsv", "Copy draws its examples"),
                               ("--evaluate --checkpoint checkpoints/pairs.pt", "--evaluate needs --data FILE"),

@@ -8,10 +8,10 @@ Train a Transformer on a task; the best weights go to checkpoints/<task>.pt.
     python train.py --task translate --data pairs.tsv --valid more.tsv       lines of source<TAB>target, or a .csv
 
 A .csv has a header with columns named text, review or sentence and label or sentiment, or source and target. Without
---valid, a tenth of the lines is held out. With --data the weights go to checkpoints/<name of the data file>.pt. After
-Ctrl-C, a kill or a power cut, --resume goes on after the last whole round.
+--valid, a tenth of the lines is held out. With --data the weights go to checkpoints/<name of the data file>.pt.
+--resume continues an interrupted run (Ctrl-C, a kill, a power cut) after its last complete round.
 
-Reading order: train, then a task (Sentiment is the simplest), tokenize, main. For a task of your own see Task.
+Reading order: train, then a task (Sentiment is the simplest), tokenize, main. To add a task of your own, see Task.
 """
 import argparse
 import contextlib
@@ -40,19 +40,20 @@ from torch import nn
 from attention import make_padding_mask, make_target_mask
 from model import BOS, EOS, PAD, UNK, TransformerClassifier, beam_decode, evaluating, greedy_decode, make_model
 
-IGNORE = -100  # the label of a position that does not count, as in F.cross_entropy
+IGNORE = -100  # the label of positions excluded from the loss, as in F.cross_entropy
 
 
 # ------------------------------------------------------------------------------------------------------- training
 
 
 def train(task, model, args, device, path, best=None, state=None):
-    """Train the model on the task; the best weights go to path. Returns the exit status: 0, or 1 for a loss of nan.
+    """Train the model on the task; the best weights go to path. Returns the exit status: 1 if a loss is not finite.
 
-    It goes in rounds; after each the model is evaluated on the validation set and all is saved. What is random in a
-    round, its batches and its dropout, follows from (seed, number of the round, rank) alone. So a run that is resumed
-    after any round ends exactly like one that was never interrupted; best and state are what such a run has saved.
-    Under torchrun every process, a rank, takes its own rows of each batch.
+    Training goes in rounds: an epoch each, or part of a long one (see Task.batches). After each the model is evaluated
+    on the validation set and a checkpoint is written. All that is random in a round, batches and dropout, follows from
+    (seed, number of the round, rank), so a resumed run ends exactly like an uninterrupted one; best and state are what
+    the checkpoint of the interrupted run holds. Under torchrun each process, a rank, trains on its own rows of every
+    batch; all of them evaluate.
     """
     rank, ranks = rank_and_ranks()
     for module in model.to(device).train().modules():
@@ -64,8 +65,8 @@ def train(task, model, args, device, path, best=None, state=None):
         run.load_state_dict(state)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     print(f"{args.task}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps"
-          f"{f', going on after step {run.step:,}' if state else ''}"
-          f"{f'; the warm-up is cut to {run.warmup}, a fifth of them' if run.warmup < args.warmup else ''}")
+          f"{f', resuming after step {run.step:,}' if state else ''}"
+          f"{f'; warm-up cut to {run.warmup} of them, a fifth' if run.warmup < args.warmup else ''}")
     progress = Progress(args.task, run.step, steps)
 
     while run.step < steps:
@@ -92,11 +93,11 @@ def train(task, model, args, device, path, best=None, state=None):
                          + (f"The best weights so far are in {path}" if best else "Nothing is saved"))
             return 1
         run.history.append(metrics)
-        if best is None or task.score(metrics) >= task.score(best["metrics"]):  # as good, and trained longer
+        if best is None or task.score(metrics) >= task.score(best["metrics"]):  # on a tie those trained longer
             best = dict(task=args.task, config=task.config(args), vocab=task.vocab, seed=args.seed, step=run.step,
                         metrics=metrics, model=copy.deepcopy(model.state_dict()))
-        to_go_on = dict(run=run.state_dict(), options=saved_options(args)) if run.step < steps else {}
-        save_checkpoint(path, dict(best, history=run.history, **to_go_on))
+        unfinished = dict(run=run.state_dict(), options=saved_options(args)) if run.step < steps else {}
+        save_checkpoint(path, dict(best, history=run.history, **unfinished))
         progress.end(f"validation loss {metrics['loss']:.3f}  {task.metric} {metrics['accuracy']:.1%}")
         print(*(f"    {line}" for line in task.samples(model, number)), sep="\n", flush=True)
     print(f"{args.task}: {task.metric} {best['metrics']['accuracy']:.1%} on the validation set at step "
@@ -106,12 +107,12 @@ def train(task, model, args, device, path, best=None, state=None):
 
 
 class Run:
-    """What changes while a model trains: its parameters, the optimizer, the schedule, the step and the history."""
+    """The state of training: parameters, optimizer, schedule, step and history."""
 
     def __init__(self, model, args, steps):
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98),
-                                           fused=next(model.parameters()).device.type in ("cpu", "cuda"))  # its own
+        fused = next(model.parameters()).device.type in ("cpu", "cuda")  # the optimizer's kernel, not --fused
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), fused=fused)
         self.warmup = args.warmup if args.warmup <= steps // 2 else steps // 5
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warm_up_and_decay(steps, self.warmup))
         self.step, self.history = 0, []
@@ -127,10 +128,10 @@ class Run:
 
 
 def mean_loss(logits, labels, label_smoothing=0.0):
-    """The mean cross-entropy over the labels that count; 0, not nan, where none does. logits (labels, classes).
+    """The mean cross-entropy over the labels that are not IGNORE, 0 if there are none. logits (labels, classes).
 
-    Under torchrun the mean is over the labels of all ranks, times the number of ranks, since
-    DistributedDataParallel averages the gradients: what it makes of them is the gradient of one process.
+    Under torchrun: this rank's sum over the number of labels on all ranks, times the number of ranks, because
+    DistributedDataParallel averages the gradients. So the result is the gradient of a single process.
     """
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing)
     count = sum_over_ranks((labels != IGNORE).sum())
@@ -138,8 +139,7 @@ def mean_loss(logits, labels, label_smoothing=0.0):
 
 
 def warm_up_and_decay(steps, warmup):
-    """A function of the step: the learning rate, as a part of its peak, rises for warmup steps, then falls along half a
-    cosine to 0."""
+    """A function of the step, the factor of the peak learning rate: linear warm-up, then half a cosine down to 0."""
     def rate(step):
         if step < warmup:
             return (step + 1) / warmup
@@ -148,7 +148,7 @@ def warm_up_and_decay(steps, warmup):
 
 
 def evaluate_batches(task, model, batches, device):
-    """{"loss", "accuracy"}: cross-entropy and share of hits over all labels of the batches, each counted once."""
+    """{"loss", "accuracy"}: means over all labels of the batches."""
     loss = count = hits = 0
     with evaluating(model):
         for batch in batches:
@@ -172,7 +172,7 @@ class Progress:
         self.loss, self.batches, self.tokens, self.renewed, self.since = 0.0, 0, 0, 0.0, time.monotonic()
 
     def update(self, step, loss, batch):
-        """loss is a tensor, and its value is asked for when a line is printed only: a GPU has to wait for it."""
+        """loss is a tensor; its value is read only when a line is printed, because that makes a GPU wait."""
         self.step, self.loss, self.batches, self.now = step, self.loss + loss, self.batches + 1, time.monotonic()
         self.tokens += sum((ids != PAD).sum().item() for ids in batch if ids.dim() == 2)  # labels are 1-D
         if self.live and self.now - self.renewed > 0.1:
@@ -184,9 +184,9 @@ class Progress:
 
     def line(self):
         speed = self.tokens / max(1e-9, self.now - self.since)
-        left = (time.monotonic() - self.started) / (self.step - self.first) * (self.steps - self.step)
+        left = round((time.monotonic() - self.started) / (self.step - self.first) * (self.steps - self.step))
         return (f"{self.name}  step {self.step:{len(str(self.steps))}}/{self.steps}  loss {self.mean_loss():.3f}  "
-                f"{speed:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left")
+                f"{speed:,.0f} tokens/s  {left // 60}:{left % 60:02} left")
 
     def end(self, text):
         print(f"{chr(13) if self.live else ''}{self.line()}  {text}", flush=True)
@@ -197,32 +197,32 @@ class Progress:
 
 
 class Task:
-    """What the training loop and the other scripts ask of a task. An example is a tuple of what is read, a list of ids,
-    and what is expected; a batch is a tuple of tensors, ids as (batch, len). Beside what stands here a task has
+    """What the training loop and the other scripts ask of a task. An example is a tuple of a list of input ids and what
+    is expected; a batch is a tuple of tensors, ids as (batch, len). Besides what is defined below a task has
 
-        columns                 names that the two columns of its file may have; None: it has no file
-        recipe, data_recipe     default hyperparameters without and with --data; None: there is no such way
-        metric, question        what its accuracy counts; an example of what to ask the model
-        __init__(vocab)         vocab is {name: list of strings}, kept and saved; .vocabulary is the Vocab of what is read
+        columns                 names that the two columns of its data file may have; None: it has no file
+        recipe, data_recipe     default hyperparameters without and with --data; None: not possible
+        metric, question        the name of its accuracy; an example of what to ask the model
+        __init__(vocab)         vocab: {name: list of strings}, kept and saved; .vocabulary is the input's Vocab
         read(args)              class method: the task with .train and .valid, lists of examples
         config(args)            the arguments of build(config), which makes the model; saved beside its weights
-        encode(text)            the ids of what is read; a model takes most_tokens(model) of them
-        encode_pairs(pairs, path), batch(examples)      lines of a file as examples; examples as a batch
+        encode(text)            the input ids of a text; a model takes most_tokens(model) of them
+        encode_pairs(pairs, path, most), batch(examples)    pairs of strings as examples; examples as a batch
         predict(model, batch)   logits (labels, classes) and labels (labels), IGNORE where nothing is expected
-        answers(model, rows), samples(model, number)    lines: what the model makes of rows of ids; some, with labels
+        answers(model, rows, beams), samples(model, number) output lines for rows of ids; a few examples with labels
 
-    A task that draws its examples inherits all of that from Copy: symbols, most, draw and a recipe of its own will do.
+    A task whose examples are random inherits from Copy: it needs symbols, most, draw and a recipe of its own.
     """
 
     label_smoothing = 0.0
     in_tokens = False  # --batch-size counts tokens, not examples
-    cuts_off = False   # what is too long; otherwise it is an error
+    cuts_off = False   # truncate texts that are too long; otherwise they are an error
 
     def batches_per_epoch(self, args):
         return len(length_batches(self.train, args.batch_size, None, self.in_tokens))
 
     def batches(self, args, number):
-        """The batches of a round: an epoch, or an equal part of one that has more than 500 batches."""
+        """The batches of a round: an epoch, or an equal part of it if it has more than 500 batches."""
         parts = math.ceil(self.batches_per_epoch(args) / 500)
         epoch, part = divmod(number, parts)
         rng = random.Random(mixed_seed(args.seed, epoch))
@@ -242,7 +242,7 @@ class Task:
         return None
 
     def model_ids(self, model, text, report_cut=None):
-        """The ids of a text that this model can read. ValueError for no token or, if nothing is to be cut, too many."""
+        """The ids of a text for this model. ValueError if there is no token or, unless cuts_off, there are too many."""
         ids, most = self.encode(text), self.most_tokens(model)
         count = count_unknown(ids)[1]
         if count == 0 or count > most and not self.cuts_off:
@@ -253,7 +253,7 @@ class Task:
 
 
 class Sentiment(Task):
-    """Read a film remark, tell whether its writer liked the film (article 1, 4.6); or any other classes of texts."""
+    """Film remarks are positive or negative (article 1, 4.6), other texts of any other classes."""
 
     columns = ("text", "review", "sentence"), ("label", "sentiment")
     metric = "accuracy"
@@ -289,17 +289,18 @@ class Sentiment(Task):
     def encode(self, text):
         return self.words.encode(tokenize(text))
 
-    def encode_pairs(self, pairs, path, most=longest):
+    def encode_pairs(self, pairs, path, most=None):
         return self.encode_tokens([(tokenize(text), label) for text, label in pairs], path, most)
 
-    def encode_tokens(self, pairs, path, most=longest):
+    def encode_tokens(self, pairs, path, most=None):
+        most = most or self.longest
         numbers = {label: i for i, label in enumerate(self.labels)}
         for _, label in pairs:
             if label not in numbers:
                 raise ValueError(f"{path}: the label {shorten(label)!r} does not occur in the training set")
         too_long = sum(len(tokens) > most for tokens, _ in pairs)
         if too_long:
-            print_notice(f"{path}: {too_long:,} texts have more than {most} tokens; only their first {most} are read")
+            print_notice(f"{path}: {too_long:,} texts have more than {most} tokens; the rest of them is cut off")
         return [(self.words.encode(tokens[:most]), numbers[label]) for tokens, label in pairs]
 
     def config(self, args):
@@ -356,10 +357,8 @@ def toy_remarks():
 
 
 class Seq2Seq(Task):
-    """What copying and translating share. An example is source ids ... EOS and target ids BOS ... EOS.
-
-    The source has its EOS too: that is where the decoder looks when it is time to stop.
-    """
+    """What copying and translating share. An example is source ids ... EOS and target ids BOS ... EOS. The source has
+    an EOS, too: the decoder attends to it when it is time to stop."""
 
     def build(self, config):
         return make_model(**config)
@@ -399,10 +398,10 @@ def shift(tgt):
 
 
 class Copy(Seq2Seq):
-    """Repeat a sequence of symbols. Trivial to us; to the model it is the whole of the encoder-decoder: find the place
-    in the source by its position, hand over what stands there, stop after the last.
+    """Repeat a sequence of symbols. Trivial to us, but it exercises the whole encoder-decoder: attend to the right
+    place in the source, hand its symbol over, stop after the last.
 
-    Its examples are drawn, so its data has no end, and a round has 50 batches. A class that inherits from this one
+    Its examples are random, so there is no end to them; a round has 50 batches. A class that inherits from this one
     needs a recipe of its own: this learning rate is too high for most other work.
     """
 
@@ -427,10 +426,9 @@ class Copy(Seq2Seq):
         return task
 
     def draw(self, rng):
-        """A random example, source and target as lines of text. Its length is the longer of two random ones, since only
-        long sequences have late places to learn, and three symbols in ten repeat the one before, since what stands
-        twice can be told apart by its place alone. By hand: lengths 3 and 5, so 5; symbols 3 1 4 1 5; the third
-        repeats: 3 1 1 1 5."""
+        """A random example, source and target as lines of text. The longer of two random lengths, so that late places
+        occur often enough; and symbols that repeat the one before, as only their place tells the two apart. By hand:
+        lengths 3 and 5, so 5; symbols 3 1 4 1 5, the third repeats: 3 1 1 1 5."""
         length = max(rng.randint(1, self.most), rng.randint(1, self.most))
         symbols = rng.choices(self.symbols, k=length)
         for i in range(1, length):
@@ -441,11 +439,13 @@ class Copy(Seq2Seq):
     def examples(self, rng, size, held_out):
         """Examples from one side of the split: a tenth of all sources, chosen by checksum, is held out."""
         examples = []
-        while len(examples) < size:
+        for _ in range(1000 * size):
             source, target = self.draw(rng)
             if (zlib.crc32(source.encode()) % 10 == 5) == held_out:  # 5: none of copy's single symbols is held out
                 examples.append((self.encode(source), [BOS, *self.encode(target)]))
-        return examples
+            if len(examples) == size:
+                return examples
+        raise ValueError(f"{type(self).__name__}.draw gives too few different sources to hold a tenth of them out")
 
     def toy_examples(self):
         return self.examples(random.Random(0), 1000, held_out=True)
@@ -468,7 +468,7 @@ class Copy(Seq2Seq):
                     **model_sizes(args))
 
     def evaluate(self, model, device):
-        """The teacher-forced loss; the share of sources of which greedy decoding makes exactly the target."""
+        """The teacher-forced loss; the share of sources for which greedy decoding generates exactly the target."""
         generated = self.generate(model, [src for src, _ in self.valid])
         hits = sum(tokens == self.target.decode(tgt[1:]) for tokens, (_, tgt) in zip(generated, self.valid))
         return {"loss": super().evaluate(model, device)["loss"], "accuracy": hits / len(self.valid)}
@@ -483,7 +483,7 @@ class Translate(Seq2Seq):
     recipe = None
     data_recipe = dict(epochs=15, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3,
                        d_model=128, heads=4, d_ff=256, norm="pre")
-    longest = 128  # tokens of a side; longer pairs are left out
+    longest = 128  # tokens on a side; longer pairs are left out
     label_smoothing = 0.1
     in_tokens = True
 
@@ -507,16 +507,17 @@ class Translate(Seq2Seq):
     def encode(self, text):
         return self.source.encode(tokenize(text)) + [EOS]
 
-    def encode_pairs(self, pairs, path, most=longest):
+    def encode_pairs(self, pairs, path, most=None):
         return self.encode_tokens([(tokenize(source), tokenize(target)) for source, target in pairs], path, most)
 
-    def encode_tokens(self, pairs, path, most=longest):
+    def encode_tokens(self, pairs, path, most=None):
+        most = most or self.longest
         kept = [(self.source.encode(source) + [EOS], [BOS, *self.target.encode(target), EOS])
                 for source, target in pairs if max(len(source), len(target)) <= most]
         if not kept:
             raise ValueError(f"{path}: every pair has more than {most} tokens")
         if len(kept) < len(pairs):
-            print_notice(f"{path}: {len(pairs) - len(kept):,} pairs of more than {most} tokens left out")
+            print_notice(f"{path}: {len(pairs) - len(kept):,} pairs with more than {most} tokens on a side left out")
         return kept
 
     def config(self, args):
@@ -524,7 +525,7 @@ class Translate(Seq2Seq):
         return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=longest, **model_sizes(args))
 
     def build(self, config):
-        """The target's embedding and the generator are one matrix (paper 3.4): both tell how alike two words are."""
+        """The target's embedding and the generator are one matrix (paper 3.4): both encode how similar words are."""
         model = make_model(**config)
         model.generator.weight = model.tgt_embed[0].embedding.weight
         return model
@@ -545,10 +546,10 @@ def model_sizes(args):
 
 
 def length_batches(examples, size, rng=None, in_tokens=False):
-    """The examples in batches of like length, so that little is padding; a list of lists.
+    """The examples in batches of similar length, so that little is padding; a list of lists.
 
     A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With rng, a
-    random.Random, equally long examples and the batches are shuffled; the number of batches stays.
+    random.Random, equally long examples and the batches are shuffled; the number of batches does not change.
     """
     def lengths(example):
         return [len(side) for side in example if isinstance(side, list)]
@@ -587,17 +588,17 @@ def token_patterns(latin):
 
 def tokenize(text):
     """The tokens of a text in lower case: words with their marks and their inner apostrophes and hyphens, each Chinese
-    or Japanese character, each other sign. An English ending that stands apart already ("it 's") stays whole."""
+    or Japanese character, each other sign. A detached English ending ("it 's") stays one token."""
     text = unicodedata.normalize("NFC", text).lower()
     latin = max(text, default="") < "\u0300"
     token, character = token_patterns(latin)
     if not latin:
         text = re.sub(r"’(?=\w)", "'", character.sub(r" \g<0> ", text))
-    return [sys.intern(found) for found in token.findall(text)]  # a word is in memory once
+    return [sys.intern(found) for found in token.findall(text)]  # one copy of each word in memory
 
 
 def join_tokens(tokens):
-    """Tokens as a line: spaces between them, but in Chinese and Japanese between words of letters only."""
+    """Tokens as a line, with spaces between them; in a Chinese or Japanese line only between words of letters."""
     line = " ".join(tokens)
     return NO_SPACE.sub("", line) if re.search(f"[{CJK}]", line) else line
 
@@ -608,7 +609,7 @@ def shorten(text, most=40):
 
 
 def make_vocab(texts):
-    """The special tokens, then those that the tokenized texts hold at least twice, frequent first."""
+    """The special tokens, then those that occur at least twice in the tokenized texts, most frequent first."""
     counts = Counter(itertools.chain.from_iterable(texts))
     return SPECIAL + [token for token, count in counts.most_common() if count > 1]
 
@@ -643,7 +644,7 @@ def pad(rows):
 
 
 def read_rows(path, **dialect):
-    """(line number, cells) of the lines of a .csv or .tsv that are not empty."""
+    """(line number, cells) of the rows of a .csv or .tsv that are not empty."""
     csv.field_size_limit(1_000_000)
     with open(path, encoding="utf-8-sig") as file:
         reader = csv.reader(file, strict=True, **dialect)
@@ -661,8 +662,8 @@ def read_rows(path, **dialect):
 
 
 def read_pairs(path, columns):
-    """A file's lines as pairs of strings; lines with an empty side are left out. columns: the names that each of the two
-    may have in the header of a .csv; a .tsv has two columns, or such a header. ValueErrors name the line."""
+    """A file's lines as pairs of strings; those with an empty side are left out. columns: the names that each of the
+    two may have in the header of a .csv; a .tsv has two columns, or such a header. A ValueError names the line."""
     is_csv = str(path).lower().endswith(".csv")
     rows = read_rows(path) if is_csv else read_rows(path, delimiter="\t", quoting=csv.QUOTE_NONE)
     line, first = next(rows, (1, ["", ""]))
@@ -671,41 +672,36 @@ def read_pairs(path, columns):
     if None in where and is_csv:
         raise ValueError(f"{path}: the first line names no column {' or '.join(columns[where.index(None)])}; "
                          f"it reads: {shorten(', '.join(header))!r}")
-    width = len(first)
+    width, expected = len(first), f"{len(first)} as in the header"
     if None in where:  # a .tsv without a header
-        where, width, rows = [0, 1], 2, itertools.chain([(line, first)], rows)
-    pairs, left_out = [], 0
+        width, expected, where = 2, "<TAB>".join(names[0] for names in columns), [0, 1]
+        rows = itertools.chain([(line, first)], rows)
+    pairs = []
     for line, row in rows:
         if len(row) != width:
-            raise ValueError(f"{path}, line {line}: {len(row)} columns, the header has {width}" if is_csv else
-                             f"{path}, line {line}: {len(row) - 1} tabs, expected {width - 1}: "
-                             f"{'<TAB>'.join(names[0] for names in columns)}")
-        pair = row[where[0]].strip(), row[where[1]].strip()
-        if all(pair):
-            pairs.append(pair)
-        else:
-            left_out += 1
-    if not pairs:
+            raise ValueError(f"{path}, line {line}: {len(row)} column{'s' * (len(row) > 1)}, expected {expected}")
+        pairs.append((row[where[0]].strip(), row[where[1]].strip()))
+    kept = [pair for pair in pairs if all(pair)]
+    if not kept:
         raise ValueError(f"{path}: no line with text in it")
-    if left_out:
-        print_notice(f"{path}: {left_out:,} lines with an empty side left out")
-    return pairs
+    if len(kept) < len(pairs):
+        print_notice(f"{path}: {len(pairs) - len(kept):,} lines with an empty column left out")
+    return kept
 
 
 def hold_out(pairs, seed, labelled):
-    """A seeded tenth of the pairs apart, from one pair to 2,000: training pairs, validation pairs. Equal texts stay
-    together and, labelled, one text of each label in training."""
+    """Training pairs and validation pairs: a seeded tenth, at least one and at most 2,000 unless equal texts are more.
+    Equal texts stay on one side; labelled, one text of each label stays in training."""
     counts = Counter(text for text, _ in pairs)
     in_training = set({label: text for text, label in pairs}.values()) if labelled else set()
     candidates = [text for text in counts if text not in in_training]
     random.Random(seed).shuffle(candidates)
-    size = min(2000, max(1, len(pairs) // 10))
+    size = max(min(2000, len(pairs) // 10), min(map(counts.get, candidates), default=0))  # one text at least
     held_out, lines = set(), 0
     for text in candidates:
         if lines + counts[text] <= size:
             held_out.add(text)
             lines += counts[text]
-    held_out = held_out or set(sorted(candidates, key=counts.get)[:1])
     return [pair for pair in pairs if pair[0] not in held_out], [pair for pair in pairs if pair[0] in held_out]
 
 
@@ -731,8 +727,8 @@ def read_split(args, columns, labelled=False):
 def vocabulary_line(name, vocab, texts):
     """What is known of the validation texts, lists of ids."""
     unknown, tokens = map(sum, zip(*map(count_unknown, texts)))
-    return (f"{name}: {len(vocab) - len(SPECIAL):,} known, seen at least twice in training; "
-            f"{unknown / tokens:.1%} of the validation set's are unknown")
+    return (f"{name}: {len(vocab) - len(SPECIAL):,} known, those that occur twice in training; "
+            f"{unknown / tokens:.1%} of the validation tokens are not")
 
 
 # ------------------------------------------------------------------------------ checkpoints, device, ranks and seeds
@@ -746,7 +742,7 @@ def default_path(name):
 
 
 def part_path(path):
-    """Where a checkpoint is written before it takes its name: beside the file itself, if path is a link to it."""
+    """Where a checkpoint is written before it takes its name; if path is a link, beside the file it points to."""
     return Path(f"{os.path.realpath(path)}.{os.getpid()}.part")
 
 
@@ -757,7 +753,9 @@ def save_checkpoint(path, checkpoint):
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
     try:
-        part_path(path).write_bytes(buffer.getbuffer())
+        with open(part_path(path), "wb") as file:
+            file.write(buffer.getbuffer())
+            os.fsync(file.fileno())  # else a power cut could leave an empty file under the name
         os.replace(part_path(path), os.path.realpath(path))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk names no file
@@ -766,7 +764,7 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path, device):
-    """The task, the model in evaluation mode and the dict that train saved. ValueError if the file is no such."""
+    """The task, the model in evaluation mode and the saved dict. ValueError if the file is not a checkpoint."""
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
         known = checkpoint["task"] in TASKS
@@ -784,7 +782,7 @@ def load_checkpoint(path, device):
 
 
 def load_or_train(name, path, device):
-    """load_checkpoint(path) or, where path is None, that of the task's default place, trained first if it is empty."""
+    """load_checkpoint(path) or, where path is None, the task's default checkpoint, trained first if it is missing."""
     if path is None:
         path = default_path(name)
         if not path.exists():
@@ -797,7 +795,7 @@ def load_or_train(name, path, device):
 
 
 def pick_device(name):
-    """The torch.device of that name; auto is CUDA where there is one, else the CPU, and says which on stderr."""
+    """The torch.device of that name; auto is CUDA where there is one, else the CPU, and reported on stderr."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         print_notice(f"device: {name}")
@@ -817,7 +815,7 @@ def pick_device(name):
 
 
 def rank_and_ranks():
-    """Which of how many processes this is: what torchrun tells, 0 of 1 without it."""
+    """Which of how many processes this is, as torchrun tells; (0, 1) without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0, 1  # RANK alone may be somebody else's
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -831,12 +829,12 @@ def sum_over_ranks(x):
 
 
 def mixed_seed(*numbers):
-    """One seed of several numbers. Not their sum: round 2 of seed 1 is to differ from round 1 of seed 2."""
+    """One seed derived from several numbers. Not their sum: round 2 of seed 1 must differ from round 1 of seed 2."""
     return random.Random(str(numbers)).getrandbits(63)
 
 
 def set_seed(*numbers):
-    """The same random numbers at every run (article 1, 6.5)."""
+    """Seed the global random number generators (article 1, 6.5: set_seed(seed=42))."""
     random.seed(mixed_seed(*numbers))
     torch.manual_seed(mixed_seed(*numbers))
 
@@ -876,8 +874,8 @@ def number(kind, low, below=10 ** 9):
         with contextlib.suppress(ValueError):
             if low <= kind(text) < below:
                 return kind(text)
-        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is not {'a whole' if kind is int else 'a'} number, "
-                                         f"at least {low} and below {below}")
+        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is not {'a whole' if kind is int else 'a'} number "
+                                         f"of at least {low} and below {below}")
     return parse
 
 
@@ -891,34 +889,34 @@ def make_parser():
     add("--valid", metavar="FILE", type=file_path, help="the validation set (default: a tenth of --data)")
     add("--checkpoint", metavar="PATH", type=file_path,
         help="a .pt file for the best weights (default: checkpoints/<task, or the name of the data file>.pt)")
-    add("--resume", action="store_true", help="go on with the interrupted run there (default: off)")
+    add("--resume", action="store_true", help="continue the interrupted run in --checkpoint (default: off)")
     whole = dict(type=number(int, 1), metavar="N")
     for add_option, name, form, text in [
             (length, "--epochs", whole, "passes over the training set"),
-            (length, "--steps", whole, "or batches in all"),
+            (length, "--steps", whole, "or training steps in all"),
             (add, "--batch-size", whole, "examples in a batch; translate: source or target tokens"),
             (add, "--lr", dict(type=number(float, 1e-9, 10), metavar="RATE"), "the peak learning rate"),
             (add, "--warmup", dict(type=number(int, 0), metavar="STEPS"),
-             "steps until it is reached; then it falls to 0 along half a cosine"),
+             "steps up to the peak; then half a cosine down to 0"),
             (add, "--dropout", dict(type=number(float, 0, 1), metavar="RATE"), "in every part of the model"),
             (add, "--layers", whole, "on each side"),
             (add, "--d-model", whole, "width of a token's vector"),
             (add, "--heads", whole, "of each attention"),
             (add, "--d-ff", whole, "width of the feed-forward"),
-            (add, "--norm", dict(choices=["pre", "post"]), "before or after each sublayer")]:
+            (add, "--norm", dict(choices=["pre", "post"]), "layer norm before or after each sublayer")]:
         key = name[2:].replace("-", "_")
         values = (f"{task} {recipe[key]}" for task, recipe in recipes.items() if recipe[key] is not None)
         add_option(name, help=f"{text} (default: {', '.join(values)})", **form)
     add("--seed", metavar="N", type=number(int, 0, 2 ** 63), default=42,
         help="the same seed, the same weights (default: 42)")
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast (default: fp32)")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: with autocast (default: fp32)")
     add("--fused", action="store_true",
         help="PyTorch's kernels for attention and norm instead of the formulas (default: off)")
     return parser
 
 
 def with_defaults(argv, defaults):
-    """The options: what argv holds, the rest from defaults. --steps takes the place of --epochs, and the other way."""
+    """The options: those in argv, the others from defaults. --steps replaces --epochs and vice versa."""
     parser = make_parser()
     parser.set_defaults(**{key: value for key, value in defaults.items() if key not in ("epochs", "steps")})
     args = parser.parse_args(argv)
@@ -933,30 +931,30 @@ def recipe_options(name):
 
 
 def saved_options(args):
-    """What --resume may not change."""
+    """The options that --resume must not change."""
     return {key: value for key, value in vars(args).items() if key not in ("device", "checkpoint", "resume")}
 
 
 def prepare(name, typed, argv):
-    """What can be wrong with the arguments, the data and the files is found here, before any training: the arguments
-    of train but for the device. None if the run that is to be resumed is complete."""
+    """Check the options, the data and the files of a task before any training. Returns what train takes, but for the
+    device, or None if the run that is to be resumed is complete. typed: the options in argv without the defaults."""
     path = Path(typed.checkpoint or default_path(Path(typed.data).stem if typed.data else name))
     if typed.checkpoint and path.suffix != ".pt":
         raise ValueError(f"--checkpoint {path}: the name must end in .pt")
-    if typed.data and path == default_path(path.stem) and path.stem in TASKS:
+    if typed.data and path in [default_path(toy) for toy, task in TASKS.items() if task.recipe]:
         raise ValueError(f"{path} is the place of a toy; choose another one with --checkpoint")
     path.parent.mkdir(parents=True, exist_ok=True)
     part_path(path).touch()
     part_path(path).unlink()
     saved = load_checkpoint(path, "cpu")[2] if path.exists() else {}  # never replaces a file of another kind
     if typed.resume and saved.get("task") != name:
-        raise ValueError(f"nothing to resume: {path} holds no round of {name}")
+        raise ValueError(f"nothing to resume: {path} holds no {name} run")
     if typed.resume and "run" not in saved:
-        print(f"{path}: the run is complete, {saved['history'][-1]['step']:,} steps; without --resume a new one begins")
+        print(f"{path}: the run is complete, {saved['history'][-1]['step']:,} steps; omit --resume to start a new one")
         return None
     if "run" in saved and not typed.resume:
-        print_notice(f"{path} holds an unfinished run, step {saved['run']['step']:,}, which this one replaces after "
-                     f"its first round; to go on with it instead: {resume_command(saved['task'], path)}")
+        print_notice(f"{path} holds an unfinished run (step {saved['run']['step']:,}), which this one replaces after "
+                     f"its first round; to continue it instead: {resume_command(saved['task'], path)}")
 
     recipe = TASKS[name].data_recipe if typed.data else TASKS[name].recipe
     args = with_defaults(argv, saved["options"] if typed.resume else recipe)
@@ -964,20 +962,20 @@ def prepare(name, typed, argv):
     if typed.resume:
         for key, value in saved_options(args).items():
             if value not in (None, saved["options"][key]):
-                raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has {saved['options'][key]}; "
-                                 f"without --resume a new one begins")
+                raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
+                                 f"{saved['options'][key] or 'none'}; without --resume a new one begins")
     if args.epochs and TASKS[name].columns is None:
-        raise ValueError(f"--epochs: {name} draws its data, which has no end; use --steps")
+        raise ValueError(f"--epochs: {name} generates its data without end; use --steps")
     task = TASKS[name].read(args)
     set_seed(args.seed)
     try:
         model = task.build(task.config(args))
     except RuntimeError as error:
-        raise ValueError(f"a model of these sizes cannot be made: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"a model of these sizes cannot be built: {str(error).splitlines()[0]}") from None
     if not typed.resume:
         return task, model, args, path, None, None
     if (task.vocab, task.config(args)) != (saved["vocab"], saved["config"]):
-        raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or sizes have changed")
+        raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or lengths differ")
     return task, model, args, path, {key: saved[key] for key in CHECKPOINT}, saved["run"]
 
 
@@ -989,7 +987,7 @@ def main(argv=None):
     """Returns the exit status."""
     rank, ranks = rank_and_ranks()
     if rank > 0:
-        sys.stdout = None  # one process prints
+        sys.stdout = None  # only one process prints
     parser = make_parser()
     typed = parser.parse_args(argv)
     names = ["sentiment", "copy"] if typed.task == "all" else [typed.task]
@@ -997,7 +995,7 @@ def main(argv=None):
     for option, tasks in ("data", with_files), ("valid", with_files), ("checkpoint", TASKS), ("resume", TASKS):
         if getattr(typed, option) and typed.task not in tasks:
             parser.error(f"--{option} needs a --task of {', '.join(tasks)}; {typed.task} is not one")
-    if typed.valid and not typed.data:
+    if typed.valid and not typed.data and not typed.resume:
         parser.error("--valid needs --data, the file to train on")
     if typed.task != "all" and TASKS[typed.task].recipe is None and not typed.data and not typed.resume:
         parser.error(f"--task {typed.task} needs --data FILE")
@@ -1016,7 +1014,7 @@ def main(argv=None):
         try:
             status = status or train(task, model, args, device, path, best, state)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"; after a whole round, {resume_command(args.task, path)} goes on") from None
+            raise KeyboardInterrupt(f"; if a round was complete, {resume_command(args.task, path)} continues") from None
         finally:
             torch.set_num_threads(threads)
     if ranks > 1:
@@ -1025,8 +1023,8 @@ def main(argv=None):
 
 
 def run(main, argv=None):
-    """Call a script's main and exit with its status: the one place that meets a world of full disks, closed pipes,
-    legacy encodings and streams that are no files."""
+    """Call a script's main and exit with its status: the one place that handles full disks, closed pipes, legacy
+    encodings and streams that are not files."""
     script = Path(main.__code__.co_filename).name
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):  # a notebook's is another kind, a closed one is None

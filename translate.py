@@ -47,7 +47,7 @@ def answer_lines(task, model, stream, block, beams):
         for i, line in lines:
             try:
                 if len(line) > LONGEST:
-                    raise ValueError(f"{len(line):,} characters; at most {LONGEST:,} are read")
+                    raise ValueError(f"{len(line):,} characters; a line may have {LONGEST:,}")
                 text = line if isinstance(line, str) else line.decode("utf-8-sig")
                 rows.append(task.model_ids(model, text, cut.append) if text.strip() else [])
             except ValueError as error:  # also what decode raises
@@ -60,12 +60,12 @@ def answer_lines(task, model, stream, block, beams):
             print(line, flush=block == 1)
     report_unknown(unknown, words)
     if cut:
-        print_notice(f"{len(cut):,} texts were cut off, the first at: {cut[0]}")
+        print_notice(f"{len(cut):,} texts were cut off; the first has {cut[0]}")
     return status
 
 
 def evaluate(task, model, device, pairs, beams):
-    """Lines with the metrics of the model on task.valid, which pairs are the text of."""
+    """Lines with the model's metrics on task.valid; pairs: the same examples as text."""
     rows = [example[0] for example in task.valid]
     metrics = task.evaluate(model, device)
     yield f"{task.metric} {metrics['accuracy']:.1%}, loss {metrics['loss']:.3f} on {len(rows):,} examples"
@@ -89,7 +89,7 @@ def bleu(task, model, pairs, beams):
     rows = [ids if len(ids) - 1 <= task.most_tokens(model) else [] for ids in rows]
     generated = [" ".join(tokenize(line)) for line in answer(task, model, rows, beams)]
     targets = [" ".join(tokenize(target)) for _, target in pairs]
-    score = sacrebleu.corpus_bleu(generated, [targets], tokenize="none", force=True)  # force: the tokens are apart
+    score = sacrebleu.corpus_bleu(generated, [targets], tokenize="none", force=True)  # force: no warning
     return f"BLEU {score.score:.1f} with {beams} beam{'s' * (beams > 1)} (sacrebleu, lower-case tokens, tokenize none)"
 
 
@@ -103,8 +103,8 @@ def main(argv=None):
                         help="sequences that a beam search keeps; 1 is greedy decoding (default: 1)")
     parser.add_argument("--evaluate", action="store_true", help="score the model: a toy on its held-out examples, any "
                         "other on --data (default: off)")
-    parser.add_argument("--data", metavar="FILE", type=file_path, help="for --evaluate, a file as train.py reads it, best "
-                        "one that had no part in the training (default: the toy's held-out examples)")
+    parser.add_argument("--data", metavar="FILE", type=file_path, help="for --evaluate, a file as train.py reads it, "
+                        "best one that had no part in the training (default: the toy's held-out examples)")
     args = parser.parse_args(argv)
     if args.evaluate and args.text:
         parser.error("--evaluate takes no text")
