@@ -956,15 +956,15 @@ def prepare(name, typed, argv):
         print_notice(f"{path} holds an unfinished run (step {saved['run']['step']:,}), which this one replaces after "
                      f"its first round; to continue it instead: {resume_command(saved['task'], path)}")
 
-    recipe = TASKS[name].data_recipe if typed.data else TASKS[name].recipe
-    args = with_defaults(argv, saved["options"] if typed.resume else recipe)
+    defaults = saved["options"] if typed.resume else TASKS[name].data_recipe if typed.data else TASKS[name].recipe
+    args = with_defaults(argv, defaults)
     args.task = name
     if typed.resume:
         for key, value in saved_options(args).items():
             if value not in (None, saved["options"][key]):
                 raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
                                  f"{saved['options'][key] or 'none'}; without --resume a new one begins")
-    if args.epochs and TASKS[name].columns is None:
+    if args.epochs and TASKS[name].columns is None and defaults["epochs"] is None:
         raise ValueError(f"--epochs: {name} generates its data without end; use --steps")
     task = TASKS[name].read(args)
     set_seed(args.seed)
