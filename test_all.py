@@ -110,14 +110,8 @@ def packed(ours, get=lambda parameter: parameter):
         qkv = ours.w_q, ours.w_k, ours.w_v
         return [torch.cat([get(w.weight) for w in qkv]), torch.cat([get(w.bias) for w in qkv]),
                 get(ours.w_o.weight), get(ours.w_o.bias)]
-    if isinstance(ours, (EncoderLayer, DecoderLayer)):
-        cross = isinstance(ours, DecoderLayer)
-        parts = [ours.self_attn, *([ours.cross_attn] if cross else []), ours.feed_forward.w_1, ours.feed_forward.w_2,
-                 ours.self_attn_residual.norm, *([ours.cross_attn_residual.norm] if cross else []),
-                 ours.feed_forward_residual.norm]
-    else:
-        parts = list(ours.children())
-    return [x for part in parts for x in packed(part, get)] if parts else [get(p) for p in ours.parameters()]
+    own = [get(parameter) for parameter in ours.parameters(recurse=False)]
+    return own + [x for part in ours.children() for x in packed(part, get)]
 
 
 def twins(ours, theirs):
@@ -211,6 +205,15 @@ def with_toys():
 # --- attention.py
 
 
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def padded_batch():
+    """For the comparisons with PyTorch: source (3, 6, 8) and target (3, 4, 8), their padding masks, a causal mask."""
+    src_padding, tgt_padding = (torch.arange(n) < torch.tensor([[n], [2], [3]]) for n in (6, 4))
+    return rand(3, 6, 8), rand(3, 4, 8), src_padding, tgt_padding, subsequent_mask(4)
+
+
 def test_attention_equals_pytorch_for_random_shapes_and_masks():
     for trial in range(60):
         lead = [random.randint(1, 3) for _ in range(random.randint(0, 2))]
@@ -233,28 +236,24 @@ def test_attention_has_the_gradient_of_finite_differences_with_a_blocked_row():
 
 
 def test_multi_head_attention_equals_pytorch_in_its_three_uses():  # self, causal self, cross
-    masks = "", "padding", "causal", "padding causal"
-    for training, cross, masked, fused in itertools.product((True, False), (False, True), masks, (False, True)):
+    src, tgt, src_padding, tgt_padding, _ = padded_batch()
+    for training, fused, cross, padded, ordered in itertools.product((True, False), repeat=5):
         rate = 0.0 if training else 0.3
-        ours, theirs = twins(MultiHeadAttention(8, 2, rate), nn.MultiheadAttention(8, 2, rate, batch_first=True))
-        ours.train(training)
-        theirs.train(training)
+        ours, theirs = twins(MultiHeadAttention(8, 2, rate).train(training),
+                             nn.MultiheadAttention(8, 2, rate, batch_first=True).train(training))
         ours.attention.fused = fused
-        x = rand(3, 4, 8)
-        source = rand(3, 6, 8) if cross else x
-        padding = torch.arange(source.size(1)) < torch.tensor([[source.size(1)], [2], [3]])
+        source, padding = (src, src_padding) if cross else (tgt, tgt_padding)
         causal = subsequent_mask(6)[:, :4, :source.size(1)]
-        mask = {"": None, "padding": padding, "causal": causal, "padding causal": causal & padding[:, None]}[masked]
-        output, weights = ours(x, source, source, mask)
-        wanted, wanted_weights = theirs(x, source, source, average_attn_weights=False,  # there, True = drop
-                                        key_padding_mask=~padding if "padding" in masked else None,
-                                        attn_mask=~causal[0] if "causal" in masked else None)
+        mask = {(False, False): None, (True, False): padding, (False, True): causal,
+                (True, True): causal & padding[:, None]}[padded, ordered]
+        wanted = theirs(tgt, source, source, average_attn_weights=False,  # there, True = drop
+                        key_padding_mask=~padding if padded else None, attn_mask=~causal[0] if ordered else None)
         known = slice(1 if fused else 2)  # the fused kernel gives no weights
-        same_with_gradients(ours, [output, weights][known], theirs, [wanted, wanted_weights][known],
-                            [x, source] if cross else [x])
+        same_with_gradients(ours, ours(tgt, source, source, mask)[known], theirs, wanted[known],
+                            [tgt, source] if cross else [tgt])
 
 
-def test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries():
+def test_multi_head_attention_equals_a_slow_loop():  # over samples, heads and queries
     # so a sample sees no other sample, and a query changes its own row only
     mha = MultiHeadAttention(6, 3).double().eval().requires_grad_(False)
     x, source = rand(2, 4, 6).detach(), rand(2, 5, 6).detach()
@@ -272,13 +271,12 @@ def test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries(
         same(output[i, t], mha.w_o(torch.cat(heads)))
 
 
-def test_merge_undoes_split_and_a_view_right_after_the_transpose_raises():
+def test_merge_undoes_split():
     mha, x = MultiHeadAttention(8, 2), rand(3, 5, 8)
     heads = mha.split(x)
     assert heads.shape == (3, 2, 5, 4)
     same(heads[:, 1], x[:, :, 4:])  # a head holds its own slice of every token
     same(mha.merge(heads), x)
-    raises(RuntimeError, ["view"], lambda: torch.zeros(3, 2, 5, 4).transpose(1, 2).view(3, 5, 8))
 
 
 def test_an_expanded_or_transposed_input_works():
@@ -294,20 +292,14 @@ def test_d_model_that_does_not_divide_into_heads_is_an_error():
         raises(ValueError, [f"({d_model})", f"({heads})"], MultiHeadAttention, d_model, heads)
 
 
-def test_blocked_weights_are_exactly_zero_and_causal_means_no_later_key():
-    weights = attention(rand(1, 5, 4), rand(1, 5, 4), rand(1, 5, 4), subsequent_mask(5))[1]
-    for i, j in itertools.product(range(5), range(5)):
-        assert (weights[0, i, j] > 0) == (j <= i) and (weights[0, i, j] == 0) == (j > i)
-    assert subsequent_mask(1).tolist() == [[[True]]]  # row 0 sees itself
-    assert subsequent_mask(3).tolist() == [[[True, False, False], [True, True, False], [True, True, True]]]
-
-
-def test_padding_and_target_masks():
-    ids = torch.tensor([[5, 0, 7], [0, 0, 4]])
+def test_padding_causal_and_target_masks():
+    ids, causal = torch.tensor([[5, 0, 7], [0, 0, 4]]), [[True, False, False], [True, True, False], [True, True, True]]
     assert make_padding_mask(ids).tolist() == [[[[True, False, True]]], [[[False, False, True]]]]
     assert make_padding_mask(ids, pad_idx=7).tolist() == [[[[True, True, False]]], [[[True, True, True]]]]
+    assert [subsequent_mask(size).tolist() for size in (1, 3)] == [[[[True]]], [causal]]
     assert make_target_mask(ids).tolist() == [[[[True, False, False], [True, False, False], [True, False, True]]],
                                               [[[False, False, False], [False, False, False], [False, False, True]]]]
+    assert make_target_mask(ids, pad_idx=9).tolist() == [[causal]] * 2
 
 
 def test_a_query_that_may_look_nowhere_gets_zeros():
@@ -336,7 +328,7 @@ def test_blocked_rows_give_no_nan_even_in_between():
 def test_every_float_type_stays_finite_and_keeps_its_type():
     mask = subsequent_mask(4).clone()
     mask[0, 2] = False
-    for dtype, fused in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (False, True)):
+    for dtype, fused in itertools.product(FLOATS, (False, True)):
         q = torch.full((1, 2, 4, 64), 60.0, dtype=dtype, requires_grad=True)  # q k = 230,400 overflows float16,
         k = (q * torch.tensor([1, -1, 1, -1])[:, None]).detach().to(dtype)   # divided by sqrt(64) it is 28,800
         sdpa = ScaledDotProductAttention(0.0)
@@ -450,18 +442,16 @@ def printed(script):
 def test_attention_py_works_an_example_that_paper_and_pencil_repeat():
     titles, rows = (([line for line in printed("attention.py").splitlines() if line.startswith("  ") == indented])
                     for indented in (False, True))
-    assert [(title[0], title[-6:]) for title in titles] == [*zip("QKVssmwo", ["(3, 4)"] * 2 + ["(3, 2)"] +
-                                                                 ["(3, 3)"] * 4 + ["(3, 2)"])]
-    numbers = [[float(x) for x in row.split()] for row in rows]
-    q, k, v, scores, scaled, masked, weights, output = (numbers[3 * i:3 * i + 3] for i in range(8))
-    assert [q, k, v] == [[[2, 0, 2, 0], [0, 2, 0, 0], [2, 2, 0, 0]], [[1, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]],
-                         [[1, 0], [0, 1], [2, 2]]]
-    for i, j in itertools.product(range(3), range(3)):
-        assert scores[i][j] == sum(a * b for a, b in zip(q[i], k[j])) and scaled[i][j] == scores[i][j] / 2
-        assert masked[i][j] == (scaled[i][j] if j <= i else -math.inf)
-        assert abs(weights[i][j] - math.exp(masked[i][j]) / sum(map(math.exp, masked[i]))) < 1e-4
-    for i, j in itertools.product(range(3), range(2)):
-        assert abs(output[i][j] - sum(weights[i][m] * v[m][j] for m in range(3))) < 2e-4
+    assert [title[0] for title in titles] == [*"QKVssmwo"]
+    q, k, v, scores, scaled, masked, weights, output = shown = [
+        torch.tensor([[float(x) for x in row.split()] for row in rows[i:i + 3]]) for i in range(0, 24, 3)]
+    assert [title.split("  ")[-1] for title in titles] == [str(tuple(x.shape)) for x in shown]
+    assert q.tolist() == [[2, 0, 2, 0], [0, 2, 0, 0], [2, 2, 0, 0]]
+    assert k.tolist() == [[1, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]] and v.tolist() == [[1, 0], [0, 1], [2, 2]]
+    assert scores.equal(q @ k.T) and scaled.equal(scores / 2)
+    assert masked.equal(scaled.where(torch.ones(3, 3).tril() == 1, torch.tensor(-math.inf)))
+    same(weights, masked.exp() / masked.exp().sum(dim=1, keepdim=True), atol=1e-4)
+    same(output, weights @ v, atol=2e-4)
 
 
 # --- transformer_layer.py
@@ -481,12 +471,11 @@ def test_transformer_layer_py_follows_a_vector_through_both_norm_orders():
             now = steps[-1][1]
         same(now, layer(x), atol=1e-6)
         assert heads[half].split() == ["pre-norm" if norm_first else "post-norm", "mean", "std", "size", "cosine"]
-        for line, (name, result) in zip(rows, steps):
+        assert [row[half][:10].strip() for row in rows] == [name for name, _ in steps]
+        for row, (_, result) in zip(rows, steps):
             v = result[0, 2]
             numbers = v.mean(), v.std(correction=0), v.norm(), v @ x[0, 2] / v.norm() / x[0, 2].norm()
-            assert line[half][:10].strip() == name
-            same(torch.tensor([float(number) for number in line[half][10:].split()]), torch.stack(numbers), atol=0.0051)
-        assert len(rows) == len(steps)
+            same(torch.tensor([float(number) for number in row[half][10:].split()]), torch.stack(numbers), atol=0.0051)
 
 
 def test_embeddings_times_sqrt_d_model_are_as_large_as_the_positions():
@@ -534,7 +523,7 @@ def test_layer_norm_equals_pytorch():
 
 
 def test_layer_norm_of_300_is_finite_in_float16():
-    for dtype, fused in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (False, True)):
+    for dtype, fused in itertools.product(FLOATS, (False, True)):
         norm, signs = LayerNorm(4).to(dtype), torch.tensor([1, -1, 1, -1]).to(dtype)
         norm.fused = fused
         same(norm(300 * signs), signs, atol=1e-3)
@@ -549,8 +538,7 @@ def test_dropout_stands_after_the_sublayer_in_the_feed_forward_and_after_the_pos
 
 
 def test_encoder_and_decoder_layer_equal_pytorch():
-    src, tgt, causal = rand(3, 6, 8), rand(3, 4, 8), subsequent_mask(4)
-    src_padding, tgt_padding = (torch.arange(n) < torch.tensor([[n], [2], [3]]) for n in (6, 4))
+    src, tgt, src_padding, tgt_padding, causal = padded_batch()
     for norm_first, fused in itertools.product((True, False), (False, True)):
         sizes, order = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first)
         ours, theirs = twins(EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **order))
@@ -618,8 +606,7 @@ def test_defaults_are_those_that_the_text_promises():
 
 
 def test_encoder_and_decoder_equal_pytorchs_transformer():
-    src, tgt, causal = rand(3, 6, 8), rand(3, 4, 8), subsequent_mask(4)
-    src_padding, tgt_padding = (torch.arange(n) < torch.tensor([[n], [2], [3]]) for n in (6, 4))
+    src, tgt, src_padding, tgt_padding, causal = padded_batch()
     for norm_first, fused in itertools.product((True, False), (False, True)):
         sizes, order, nothing = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first), nn.Identity()
         closing = (lambda: nn.LayerNorm(8)) if norm_first else lambda: None  # theirs would close post-norm layers too
@@ -651,22 +638,14 @@ def test_every_dropout_has_the_rate_asked_for():
     same(model(ids, ids, None, None), model(ids, ids, None, None))
 
 
-def test_models_return_logits():
-    model, classifier, ids = small_model(), small_classifier(), torch.tensor([[4, 5, 6], [7, 4, 5]])
-    before = model(ids, ids, None, None), classifier(ids)[0]
-    model.generator.weight.data *= 30  # the biases are zero, so logits grow in proportion; probabilities could not
-    classifier.classify.weight.data *= 30
-    same([model(ids, ids, None, None), classifier(ids)[0]], [30 * x for x in before], atol=1e-9)
-
-
-def test_the_model_is_embedding_positions_encoder_decoder_and_generator():
+def test_the_model_is_embedding_positions_encoder_decoder_and_a_linear_generator():
     model, src, tgt = small_model(), torch.tensor([[4, 5, 6, 0]]), torch.tensor([[2, 7, 8]])
     src_mask, tgt_mask = make_padding_mask(src), make_target_mask(tgt)
     positions = PositionalEncoding(8).table[:4].double()
     memory = model.encoder(model.src_embed[0](src) + positions, src_mask)
     states = model.decoder(model.tgt_embed[0](tgt) + positions[:3], memory, src_mask, tgt_mask)
-    same(model(src, tgt, src_mask, tgt_mask), model.generator(states))
     same(model.decode(model.encode(src, src_mask), src_mask, tgt, tgt_mask), states)
+    same(model(src, tgt, src_mask, tgt_mask), states @ model.generator.weight.T + model.generator.bias)  # logits
 
 
 def test_the_classifier_reads_the_first_token_and_returns_each_layers_weights():
@@ -681,29 +660,20 @@ def test_the_classifier_reads_the_first_token_and_returns_each_layers_weights():
     assert model(ids)[1] == [None, None]
 
 
-def test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_more_padding():
+def test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding():
+    src, tgt = torch.tensor([[4, 5, 6, 0], [7, 8, 9, 10]]), torch.tensor([[2, 7, 8], [2, 4, 0]])
     for norm_first in (True, False):
         classifier, model = small_classifier(norm_first=norm_first), small_model(norm_first=norm_first)
 
         def results(src, tgt):
             masks = make_padding_mask(src), make_target_mask(tgt)
             return classifier(src, masks[0])[0], model(src, tgt, *masks)
-        src, tgt = torch.tensor([[4, 5, 6, 0], [7, 8, 9, 10]]), torch.tensor([[2, 7, 8], [2, 4, 0]])
         both, alone = results(src, tgt), results(src[:1, :3], tgt[:1])
         same([both[0][:1], both[1][:1]], list(alone))
         longer = results(F.pad(src, (0, 5)), F.pad(tgt, (0, 4)))
         same([longer[0], longer[1][:, :3]], list(both))
-
-
-def test_tokens_under_source_padding_change_nothing_and_get_no_weight():
-    model, tgt = small_model(), torch.tensor([[2, 4, 5], [2, 6, 0]])
-    src = torch.tensor([[4, 5, 6, 0, 0], [7, 0, 0, 0, 0]])
-    mask = make_padding_mask(src)
-    before = model(src, tgt, mask, make_target_mask(tgt))
-    for layer in model.decoder.layers:
-        assert layer.cross_attn.attn.shape == (2, 2, 3, 5)
-        assert (layer.cross_attn.attn > 0).equal(mask.expand(2, 2, 3, 5))
-    same(model(src.where(mask[:, 0, 0], torch.tensor(9)), tgt, mask, make_target_mask(tgt)), before)
+        for layer in model.decoder.layers:
+            assert (layer.cross_attn.attn > 0).equal(make_padding_mask(F.pad(src, (0, 5))).expand(2, 2, 7, 9))
 
 
 def test_the_decoder_cannot_see_the_future():
@@ -716,7 +686,7 @@ def test_the_decoder_cannot_see_the_future():
         assert differs(a[:, t], b[:, t])
 
 
-def test_fresh_weights():
+def test_fresh_matrices_have_their_deviation_and_no_two_are_equal_or_shared():
     sizes = dict(d_model=32, num_heads=4, d_ff=64)
     for model in (small_model(200, **sizes), small_classifier(vocab_size=200, **sizes)):
         for m in model.modules():
@@ -744,7 +714,7 @@ def test_weights_of_a_model_with_a_shorter_table_load_into_one_with_a_longer():
 
 def test_whole_models_run_in_every_float_type_with_blocked_rows():
     ids = torch.tensor([[4, 5, 6, 0], [0, 0, 0, 0]])  # the second text is padding alone
-    for dtype, fused in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (False, True)):
+    for dtype, fused in itertools.product(FLOATS, (False, True)):
         for model in (small_model(num_layers=1).to(dtype), small_classifier(num_layers=1).to(dtype)):
             set_fused(model, fused)
             masks = make_padding_mask(ids), make_target_mask(ids)
@@ -760,14 +730,12 @@ def test_every_tensor_follows_the_device_of_its_input():
     masks = make_padding_mask(meta), make_target_mask(meta)  # "meta" is a device without numbers
     logits = small_model().to("meta")(meta, meta, *masks), small_classifier().to("meta")(meta, masks[0])[0]
     assert all(x.device.type == "meta" for x in (*masks, *logits, subsequent_mask(3, device="meta")))
-    model = small_model()
-
-    def results():
-        return (make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)), greedy_decode(model, ids, 4),
-                beam_decode(model, ids, 4))
-    wanted = results()
-    with torch.device("meta"):  # now a tensor made without a word about its device would not mix with the others
-        same(results(), wanted)
+    model, results = small_model(), []
+    for default in "cpu", "meta":  # a tensor made on the default device would not mix with the others
+        with torch.device(default):
+            results.append([make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)),
+                            greedy_decode(model, ids, 4), beam_decode(model, ids, 4)])
+    same(*results)
 
 
 def log_probabilities(model, row, tgt, allowed, pad=PAD):
@@ -811,16 +779,19 @@ def eager_model(seed, bos=BOS, eos=EOS, pad=PAD, unk=UNK, **options):
     return model
 
 
-def test_greedy_decode_equals_a_slow_loop_over_rows_with_and_without_cache():
+def one_beam(*args, **options):
+    return beam_decode(*args, beams=1, **options)
+
+
+def test_greedy_decode_and_one_beam_equal_a_slow_loop_over_rows_with_and_without_cache():
     steps = []  # at how many different steps a batch's rows ended
     for norm_first, seed in itertools.product((True, False), (4, 6)):
         model = eager_model(seed, norm_first=norm_first)
         wanted = slow_decode(model, SRC, 8)
-        for use_cache in (True, False):
+        for decode_all, use_cache in itertools.product((greedy_decode, one_beam), (True, False)):
             with counted(model, "decode") as decode:
-                same(greedy_decode(model, SRC, 8, use_cache=use_cache), wanted)
+                same(decode_all(model, SRC, 8, use_cache=use_cache), wanted)
             assert decode.call_count == wanted.size(1)  # it stops with the last row
-            same(beam_decode(model, SRC, 8, 1, use_cache=use_cache), wanted)
         steps.append(len(set((wanted != PAD).sum(1).tolist())))
     assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
 
@@ -840,16 +811,14 @@ def test_beam_decode_finds_the_best_of_all_sequences_when_there_is_a_beam_for_ea
     allowed, lengths = [EOS, 4, 5, 6], set()
     everything = [s for n in (1, 2, 3) for s in itertools.product(allowed, repeat=n)
                   if EOS not in s[:-1] and (n == 3 or s[-1] == EOS)]
-    for norm_first, seed in itertools.product((True, False), range(3)):
-        model, src = eager_model(seed, vocab=7, norm_first=norm_first), torch.tensor([[4, 5, 6, 6], [5, 6, 0, 0]])
-        for row in src:
-            log_p = log_probabilities(model, row, [[BOS, *s, PAD, PAD][:3] for s in everything], allowed).tolist()
-            means = [statistics.mean(of_step[allowed.index(token)] for of_step, token in zip(steps, s))
-                     for steps, s in zip(log_p, everything)]
-            best = everything[means.index(max(means))]
-            lengths.add(len(best))
-            for use_cache in (True, False):
-                assert beam_decode(model, row[None], 3, len(everything), use_cache=use_cache).tolist() == [[*best]]
+    for norm_first, seed, row in itertools.product((True, False), range(3), torch.tensor([[4, 5, 6, 6], [5, 6, 0, 0]])):
+        model = eager_model(seed, vocab=7, norm_first=norm_first)
+        log_p = log_probabilities(model, row, [[BOS, *s, PAD, PAD][:3] for s in everything], allowed).tolist()
+        means = [statistics.mean(of_step[allowed.index(token)] for of_step, token in zip(steps, s))
+                 for steps, s in zip(log_p, everything)]
+        best = everything[means.index(max(means))]
+        lengths.add(len(best))
+        assert beam_decode(model, row[None], 3, len(everything)).tolist() == [[*best]]
     assert lengths == {1, 2, 3}
 
 
@@ -890,26 +859,11 @@ def test_both_decoders_tell_close_logits_apart_in_bfloat16():
             assert decode_all(model, SRC[:1], 3).tolist() == [[7, 7, 7]]
 
 
-def test_beam_decode_needs_a_beam():
-    for beams in (0, -1):
-        raises(ValueError, f"beams ({beams})", beam_decode, small_model(), SRC, 3, beams)
-
-
 def test_both_decoders_take_other_special_ids():
     ids = dict(bos=5, eos=8, pad=9, unk=4)
     src, model = torch.where(SRC == PAD, 9, torch.where(SRC == 9, PAD, SRC)), eager_model(0, **ids)
     same(greedy_decode(model, src, 4, **ids), slow_decode(model, src, 4, **ids))
     same(beam_decode(model, src, 4, 3, **ids), slow_decode(model, src, 4, 3, **ids))
-
-
-def test_both_decoders_encode_once_and_decode_until_all_rows_end_or_max_len():
-    for word, steps in ((EOS, 1), (5, 9)):
-        model = small_model()
-        model.generator.bias.data[word] = 1e4
-        for decode_all in (greedy_decode, functools.partial(beam_decode, beams=1)):
-            with counted(model, "encode") as encode, counted(model, "decode") as decode:
-                assert decode_all(model, SRC, 9).tolist() == [[word] * steps] * len(SRC)
-            assert encode.call_count == 1 and decode.call_count == steps
 
 
 def test_decode_feeds_on_only_the_positions_that_the_cache_does_not_hold():
@@ -940,18 +894,27 @@ def test_both_decoders_run_in_evaluation_mode_without_a_graph_and_restore_every_
         assert [m.training for m in model.modules()][:-1] == modes[:-1] and torch.is_grad_enabled()
 
 
-def test_both_decoders_respect_max_len_and_the_table():
+def test_both_decoders_encode_once_and_end_at_max_len_fed_with_one_position_a_step_by_the_cache():
     model = small_model(max_len=7)
     model.generator.bias.data[EOS] = -1e4  # it never ends by itself
-    for decode_all in (greedy_decode, beam_decode):
-        for max_len, options in itertools.product((0, 1, 3, 7), ({}, dict(use_cache=True), dict(use_cache=False))):
-            with counted(model.decoder, "forward") as decoder:
-                assert decode_all(model, SRC, max_len, **options).shape == (5, max_len)
-            fed = [call.args[0].size(1) for call in decoder.call_args_list]
-            assert fed == ([1] * max_len if options.get("use_cache", True) else list(range(1, max_len + 1)))
-        with counted(model, "encode") as encode:
+    for decode_all, max_len, options in itertools.product((greedy_decode, beam_decode), (0, 1, 3, 7),
+                                                          ({}, dict(use_cache=True), dict(use_cache=False))):
+        with counted(model, "encode") as encode, counted(model.decoder, "forward") as decoder:
+            assert decode_all(model, SRC, max_len, **options).shape == (5, max_len)
+        fed = [call.args[0].size(1) for call in decoder.call_args_list]
+        assert fed == ([1] * max_len if options.get("use_cache", True) else list(range(1, max_len + 1)))
+        assert encode.call_count == 1
+
+
+def test_decoding_or_reading_more_than_the_table_holds_is_an_error_and_so_is_no_beam():
+    model = small_model(max_len=7)
+    with counted(model, "encode") as encode:
+        for decode_all in (greedy_decode, beam_decode):
             raises(ValueError, ["(8)", "(7)"], decode_all, model, SRC, 8)
-        assert not encode.called
+        for beams in (0, -1):
+            raises(ValueError, f"beams ({beams})", beam_decode, model, SRC, 3, beams)
+    assert not encode.called
+    for decode_all in (greedy_decode, beam_decode):
         raises(ValueError, [" 9 ", "(7)"], decode_all, model, torch.full((1, 9), 5), 3)
 
 
@@ -2381,42 +2344,40 @@ def drill(right, *tests):
     return register
 
 
-@drill(attention, test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
+@drill(attention, test_multi_head_attention_equals_a_slow_loop,
+       test_dot_products_have_variance_d_k_and_saturate_the_softmax_unless_scaled)
 def no_scale(right, query, *rest):
     """scores not divided by sqrt(d_k)"""
     return right(query * math.sqrt(query.size(-1)), *rest)
 
 
-@drill(MultiHeadAttention.split, test_merge_undoes_split_and_a_view_right_after_the_transpose_raises,
-       test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
+@drill(MultiHeadAttention.split, test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop)
 def split_view(right, self, x):
     """heads split by a plain view"""
     return x.reshape(x.size(0), self.num_heads, x.size(1), self.d_k)
 
 
-@drill(MultiHeadAttention.merge, test_merge_undoes_split_and_a_view_right_after_the_transpose_raises,
-       test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
+@drill(MultiHeadAttention.merge, test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop)
 def merge(right, self, x):
     """heads merged without the transpose"""
     return x.reshape(x.size(0), x.size(2), self.d_model)
 
 
 @drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
-       test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_more_padding)
+       test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding)
 def mask_axis(right, self, mask, batch, query, key):
     """padding mask on the query axis, where it fits"""
     mask = right(self, mask, batch, query, key)
     return mask.transpose(-2, -1) if mask.size(-2) == 1 and query == key else mask
 
 
-@drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
-       test_masks_of_every_allowed_rank_block_what_they_say)
+@drill(MultiHeadAttention.prepare_mask, test_masks_of_every_allowed_rank_block_what_they_say)
 def mask_inverted(right, self, *args):
     """True read as 'masked'"""
     return ~right(self, *args)
 
 
-@drill(make_target_mask, test_padding_and_target_masks)
+@drill(make_target_mask, test_padding_causal_and_target_masks, test_the_decoder_cannot_see_the_future)
 def no_causal(right, ids, pad_idx=0):
     """target mask without the causal half"""
     return make_padding_mask(ids, pad_idx)
@@ -2428,7 +2389,7 @@ def no_shift(right, tgt):
     return tgt[:, :-1], tgt[:, :-1]
 
 
-@drill(greedy_decode, test_greedy_decode_equals_a_slow_loop_over_rows_with_and_without_cache)
+@drill(greedy_decode, test_greedy_decode_and_one_beam_equal_a_slow_loop_over_rows_with_and_without_cache)
 def bos_pad(right, *args, **options):
     """decoding starts from PAD, not BOS"""
     return right(*args, **{"bos": PAD, **options})
