@@ -114,25 +114,26 @@ def packed(ours, get=lambda parameter: parameter):
     return own + [x for part in ours.children() for x in packed(part, get)]
 
 
-def twins(ours, theirs):
-    """Our module and PyTorch's, in float64 and with the same random weights."""
+def compare(ours, our_inputs, theirs, their_inputs):
+    """Asserts that with the same random weights, in float64, our module and PyTorch's have the same outputs, and the
+    same gradients of all parameters and inputs."""
     with torch.no_grad():
         for p in ours.double().parameters():
             p.normal_(std=0.5)
         for p, value in zip(theirs.double().parameters(), packed(ours)):
             p.copy_(value)
     same(list(theirs.parameters()), packed(ours))
-    return ours, theirs
 
-
-def same_with_gradients(ours, our_output, theirs, their_output, inputs):
-    """Asserts equal outputs (lists of tensors) and equal gradients of all parameters and inputs."""
+    our_output, their_output = (x if isinstance(x, tuple) else (x,) for x in (ours(*our_inputs), theirs(*their_inputs)))
+    pairs = [(a, b) for a, b in zip(our_output, their_output) if a is not None]  # the weights are None when fused
+    our_output, their_output = zip(*pairs)
     same(our_output, their_output)
+    inputs = list({x for x in our_inputs if x is not None and x.requires_grad})
     direction = [torch.randn_like(x) for x in our_output]
-    leaves = [*inputs, *ours.parameters()]
-    gradient = dict(zip(leaves, torch.autograd.grad(our_output, leaves, direction)))
+    gradient = dict(zip([*inputs, *ours.parameters()],
+                        torch.autograd.grad(our_output, [*inputs, *ours.parameters()], direction)))
     same([gradient[x] for x in inputs] + packed(ours, gradient.get),
-         list(torch.autograd.grad(their_output, [*inputs, *theirs.parameters()], direction)))
+         torch.autograd.grad(their_output, [*inputs, *theirs.parameters()], direction))
 
 
 def small_model(vocab=11, **options):
@@ -238,19 +239,15 @@ def test_attention_has_the_gradient_of_finite_differences_with_a_blocked_row():
 def test_multi_head_attention_equals_pytorch_in_its_three_uses():  # self, causal self, cross
     src, tgt, src_padding, tgt_padding, _ = padded_batch()
     for training, fused, cross, padded, ordered in itertools.product((True, False), repeat=5):
-        rate = 0.0 if training else 0.3
-        ours, theirs = twins(MultiHeadAttention(8, 2, rate).train(training),
-                             nn.MultiheadAttention(8, 2, rate, batch_first=True).train(training))
-        ours.attention.fused = fused
+        sizes = 8, 2, 0.0 if training else 0.3
+        ours, theirs = MultiHeadAttention(*sizes), nn.MultiheadAttention(*sizes, batch_first=True)
+        set_fused(ours, fused)
         source, padding = (src, src_padding) if cross else (tgt, tgt_padding)
         causal = subsequent_mask(6)[:, :4, :source.size(1)]
         mask = {(False, False): None, (True, False): padding, (False, True): causal,
                 (True, True): causal & padding[:, None]}[padded, ordered]
-        wanted = theirs(tgt, source, source, average_attn_weights=False,  # there, True = drop
-                        key_padding_mask=~padding if padded else None, attn_mask=~causal[0] if ordered else None)
-        known = slice(1 if fused else 2)  # the fused kernel gives no weights
-        same_with_gradients(ours, ours(tgt, source, source, mask)[known], theirs, wanted[known],
-                            [tgt, source] if cross else [tgt])
+        compare(ours.train(training), (tgt, source, source, mask), theirs.train(training),  # there, True = drop
+                (tgt, source, source, ~padding if padded else None, True, ~causal[0] if ordered else None, False))
 
 
 def test_multi_head_attention_equals_a_slow_loop():  # over samples, heads and queries
@@ -338,21 +335,22 @@ def test_every_float_type_stays_finite_and_keeps_its_type():
             output.sum().backward()
             assert output.dtype == dtype and output.isfinite().all() and q.grad.isfinite().all()
             assert fused or weights.dtype == dtype and set(weights.float().sum(-1).flatten().tolist()) <= {0.0, 1.0}
-        mha, x = MultiHeadAttention(8, 2).to(dtype), torch.randn(2, 4, 8).to(dtype) * 30
-        mha.attention.fused = fused
-        output = mha(x, x, x, mask)[0]
-        assert output.dtype == dtype and output.isfinite().all()
 
 
-def test_masks_of_every_allowed_rank_block_what_they_say():
+def test_masks_of_every_allowed_rank_and_type_block_what_they_say():
     batch, heads, query, key = 2, 2, 4, 5  # batch = heads: a (batch, key) mask must not mask heads
     mha, x, source = MultiHeadAttention(8, heads).double().eval(), rand(batch, query, 8), rand(batch, key, 8)
     shapes = [(batch, key), *itertools.product((batch, 1), (query, 1), (key,)),
               *itertools.product((batch, 1), (heads, 1), (query, 1), (key,))]
-    for shape in shapes:
-        mask = torch.rand(shape) < 0.6
+    for shape, dtype in itertools.product(shapes, (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)):
+        mask = (torch.rand(shape) < 0.6).to(dtype)
         whole = mask[:, None, None] if mask.dim() == 2 else mask[:, None] if mask.dim() == 3 else mask
-        assert (mha(x, source, source, mask)[1] > 0).equal(whole.expand(batch, heads, query, key))
+        set_fused(mha, False)
+        output, weights = mha(x, source, source, mask)
+        assert (weights > 0).equal(whole.bool().expand(batch, heads, query, key))
+        assert weights.equal(attention(mha.split(mha.w_q(x)), *mha.keys_and_values(source, source), whole)[1])
+        set_fused(mha, True)
+        same(mha(x, source, source, mask)[0], output)
 
 
 def test_a_mask_that_does_not_fit_is_an_error_with_both_shapes():
@@ -362,16 +360,6 @@ def test_a_mask_that_does_not_fit_is_an_error_with_both_shapes():
         raises(ValueError, [shape, (3, 2, 4, 5)], mha, x, source, source, torch.ones(shape, dtype=torch.bool))
     alone = torch.randn(1, 5, 8)  # a (len, len) mask with a batch of one: once turned 5 positions into 25
     raises(ValueError, [(5, 5)], mha, alone, alone, alone, subsequent_mask(5)[0])
-
-
-def test_masks_of_zeros_and_ones_agree_in_every_type():
-    mha, x = MultiHeadAttention(8, 2).double().eval(), rand(2, 3, 8)
-    mask = torch.tensor([[True, True, False], [False, True, True]])
-    wanted = mha(x, x, x, mask)[0]
-    for dtype, fused in itertools.product((torch.uint8, torch.int64, torch.float16, torch.float32), (False, True)):
-        mha.attention.fused = fused
-        same(mha(x, x, x, mask.to(dtype))[0], wanted)
-        same(attention(x, x, x, mask[:, None].to(dtype)), attention(x, x, x, mask[:, None]))
 
 
 def test_an_additive_mask_is_refused():
@@ -513,13 +501,11 @@ def test_positions_longer_than_the_table_are_an_error_with_both_numbers():
 
 def test_layer_norm_equals_pytorch():
     for width, fused, eps in itertools.product((1, 2, 5, 16), (False, True), (1e-5, 1e-2)):
-        ours, theirs = twins(LayerNorm(width, eps), nn.LayerNorm(width, eps))
-        ours.fused = fused
-        x = torch.randn(3, 4, width, dtype=torch.float64)
+        ours, x = LayerNorm(width, eps), torch.randn(3, 4, width, dtype=torch.float64)
         x[1] = 7.0  # constant rows
         x[2] *= 1e-3
-        x.requires_grad_()
-        same_with_gradients(ours, [ours(x)], theirs, [theirs(x)], [x])
+        set_fused(ours, fused)
+        compare(ours, [x.requires_grad_()], nn.LayerNorm(width, eps), [x])
 
 
 def test_layer_norm_of_300_is_finite_in_float16():
@@ -540,16 +526,12 @@ def test_dropout_stands_after_the_sublayer_in_the_feed_forward_and_after_the_pos
 def test_encoder_and_decoder_layer_equal_pytorch():
     src, tgt, src_padding, tgt_padding, causal = padded_batch()
     for norm_first, fused in itertools.product((True, False), (False, True)):
-        sizes, order = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first)
-        ours, theirs = twins(EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **order))
-        set_fused(ours, fused)
-        same_with_gradients(ours, [ours(src, src_padding)], theirs, [theirs(src, None, ~src_padding)], [src])
-
-        ours, theirs = twins(DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **order))
-        set_fused(ours, fused)
-        output = ours(tgt, src, src_padding, causal & tgt_padding[:, None])
-        wanted = theirs(tgt, src, ~causal[0], None, ~tgt_padding, ~src_padding)
-        same_with_gradients(ours, [output], theirs, [wanted], [tgt, src])
+        sizes, options = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first)
+        encoder, decoder = EncoderLayer(*sizes, norm_first), DecoderLayer(*sizes, norm_first)
+        set_fused(nn.ModuleList([encoder, decoder]), fused)
+        compare(encoder, (src, src_padding), nn.TransformerEncoderLayer(*sizes, **options), (src, None, ~src_padding))
+        compare(decoder, (tgt, src, src_padding, causal & tgt_padding[:, None]),
+                nn.TransformerDecoderLayer(*sizes, **options), (tgt, src, ~causal[0], None, ~tgt_padding, ~src_padding))
 
 
 # --- model.py
@@ -612,13 +594,11 @@ def test_encoder_and_decoder_equal_pytorchs_transformer():
         closing = (lambda: nn.LayerNorm(8)) if norm_first else lambda: None  # theirs would close post-norm layers too
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(*sizes, **order), 2, closing(), False)
         decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(*sizes, **order), 2, closing())
-        ours, theirs = twins(EncoderDecoder(Encoder(2, *sizes, norm_first), Decoder(2, *sizes, norm_first),
-                                            nothing, nothing, nothing),
-                             nn.Transformer(8, 2, batch_first=True, custom_encoder=encoder, custom_decoder=decoder))
+        ours = EncoderDecoder(Encoder(2, *sizes, norm_first), Decoder(2, *sizes, norm_first), nothing, nothing, nothing)
         set_fused(ours, fused)
-        output = ours(src, tgt, src_padding, causal & tgt_padding[:, None])
-        wanted = theirs(src, tgt, None, ~causal[0], None, ~src_padding, ~tgt_padding, ~src_padding)
-        same_with_gradients(ours, [output], theirs, [wanted], [src, tgt])
+        compare(ours, (src, tgt, src_padding, causal & tgt_padding[:, None]),
+                nn.Transformer(8, 2, batch_first=True, custom_encoder=encoder, custom_decoder=decoder),
+                (src, tgt, None, ~causal[0], None, ~src_padding, ~tgt_padding, ~src_padding))
 
 
 def test_pre_norm_has_one_closing_norm_and_post_norm_none():
@@ -2330,82 +2310,61 @@ print(torch.cuda.is_initialized())
 # --- drills: ten bugs that learners really make, injected
 
 
-DRILLS = {}
-
-
-def drill(right, *tests):
-    """A decorator: what follows is a function or method with an injected bug, and these tests must notice it.
-
-    Its first argument is the right version; its docstring says what is wrong; in its name, - stands for _.
-    """
-    def register(wrong):
-        DRILLS[wrong.__name__.replace("_", "-")] = right, wrong, tests
-        return wrong
-    return register
-
-
-@drill(attention, test_multi_head_attention_equals_a_slow_loop,
-       test_dot_products_have_variance_d_k_and_saturate_the_softmax_unless_scaled)
-def no_scale(right, query, *rest):
-    """scores not divided by sqrt(d_k)"""
-    return right(query * math.sqrt(query.size(-1)), *rest)
-
-
-@drill(MultiHeadAttention.split, test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop)
-def split_view(right, self, x):
-    """heads split by a plain view"""
-    return x.reshape(x.size(0), self.num_heads, x.size(1), self.d_k)
-
-
-@drill(MultiHeadAttention.merge, test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop)
-def merge(right, self, x):
-    """heads merged without the transpose"""
-    return x.reshape(x.size(0), x.size(2), self.d_model)
-
-
-@drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
-       test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding)
 def mask_axis(right, self, mask, batch, query, key):
-    """padding mask on the query axis, where it fits"""
     mask = right(self, mask, batch, query, key)
     return mask.transpose(-2, -1) if mask.size(-2) == 1 and query == key else mask
 
 
-@drill(MultiHeadAttention.prepare_mask, test_masks_of_every_allowed_rank_block_what_they_say)
-def mask_inverted(right, self, *args):
-    """True read as 'masked'"""
-    return ~right(self, *args)
-
-
-@drill(make_target_mask, test_padding_causal_and_target_masks, test_the_decoder_cannot_see_the_future)
-def no_causal(right, ids, pad_idx=0):
-    """target mask without the causal half"""
-    return make_padding_mask(ids, pad_idx)
-
-
-@drill(train.shift, test_the_label_is_the_decoder_input_one_step_later)
-def no_shift(right, tgt):
-    """labels not shifted: the decoder input is the label"""
-    return tgt[:, :-1], tgt[:, :-1]
-
-
-@drill(greedy_decode, test_greedy_decode_and_one_beam_equal_a_slow_loop_over_rows_with_and_without_cache)
-def bos_pad(right, *args, **options):
-    """decoding starts from PAD, not BOS"""
-    return right(*args, **{"bos": PAD, **options})
-
-
-@drill(PositionalEncoding.forward, test_positions_equal_a_literal_loop_over_the_formula,
-       test_shuffled_words_give_shuffled_results_without_positions_and_other_results_with_them)
-def no_positions(right, self, x):
-    """positions left out"""
-    return self.dropout(x)
-
-
-@drill(LayerNorm.forward, test_layer_norm_equals_pytorch)
-def layernorm(right, self, x):
-    """n - 1 deviation, eps outside the root (article 2)"""
+def article_2s_layer_norm(right, self, x):
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+
+# name: (what is wrong, the right function, what takes its place and is called with it first, tests that must notice it)
+DRILLS = {
+    "no-scale": (
+        "scores not divided by sqrt(d_k)",
+        attention, lambda right, query, *rest: right(query * math.sqrt(query.size(-1)), *rest),
+        [test_multi_head_attention_equals_a_slow_loop,
+         test_dot_products_have_variance_d_k_and_saturate_the_softmax_unless_scaled]),
+    "split-view": (
+        "heads split by a plain view",
+        MultiHeadAttention.split, lambda right, self, x: x.reshape(x.size(0), self.num_heads, x.size(1), self.d_k),
+        [test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop]),
+    "merge": (
+        "heads merged without the transpose",
+        MultiHeadAttention.merge, lambda right, self, x: x.reshape(x.size(0), x.size(2), self.d_model),
+        [test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop]),
+    "mask-axis": (
+        "padding mask on the query axis, where it fits",
+        MultiHeadAttention.prepare_mask, mask_axis,
+        [test_multi_head_attention_equals_pytorch_in_its_three_uses,
+         test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding]),
+    "mask-inverted": (
+        "True read as 'masked'",
+        MultiHeadAttention.prepare_mask, lambda right, self, *args: ~right(self, *args),
+        [test_multi_head_attention_equals_pytorch_in_its_three_uses,
+         test_masks_of_every_allowed_rank_and_type_block_what_they_say]),
+    "no-causal": (
+        "target mask without the causal half",
+        make_target_mask, lambda right, ids, pad_idx=0: make_padding_mask(ids, pad_idx),
+        [test_padding_causal_and_target_masks, test_the_decoder_cannot_see_the_future]),
+    "no-shift": (
+        "labels not shifted: the decoder input is the label",
+        train.shift, lambda right, tgt: (tgt[:, :-1], tgt[:, :-1]),
+        [test_the_label_is_the_decoder_input_one_step_later]),
+    "bos-pad": (
+        "decoding starts from PAD, not BOS",
+        greedy_decode, lambda right, *args, **options: right(*args, **{"bos": PAD, **options}),
+        [test_greedy_decode_and_one_beam_equal_a_slow_loop_over_rows_with_and_without_cache]),
+    "no-positions": (
+        "positions left out",
+        PositionalEncoding.forward, lambda right, self, x: self.dropout(x),
+        [test_positions_equal_a_literal_loop_over_the_formula,
+         test_shuffled_words_give_shuffled_results_without_positions_and_other_results_with_them]),
+    "layernorm": (
+        "n - 1 deviation, eps outside the root (article 2)",
+        LayerNorm.forward, article_2s_layer_norm,
+        [test_layer_norm_equals_pytorch])}
 
 
 def homes(function):
@@ -2418,7 +2377,7 @@ def homes(function):
 @contextlib.contextmanager
 def drilled(name):
     """Inside: this bug is in."""
-    right, wrong, _ = DRILLS[name]
+    _, right, wrong, _ = DRILLS[name]
     with contextlib.ExitStack() as bugs:
         for owner, key in homes(right):
             bugs.enter_context(swapped(owner, key, lambda *args, **options: wrong(right, *args, **options)))
@@ -2439,11 +2398,11 @@ def caught_by(tests):
 
 def test_every_drill_is_caught_by_its_tests_and_undone_afterwards():
     assert len(DRILLS) == 10
-    assert caught_by({test for _, _, tests in DRILLS.values() for test in tests}) == []
-    for name, (right, _, tests) in DRILLS.items():
+    assert caught_by({test for *_, tests in DRILLS.values() for test in tests}) == []
+    for name, (_, right, _, tests) in DRILLS.items():
         before = homes(right)
         with drilled(name):
-            assert caught_by(tests) == list(tests) and homes(right) == [], name
+            assert caught_by(tests) == tests and homes(right) == [], name
         assert before and homes(right) == before, name
 
 
@@ -2453,17 +2412,16 @@ def drills(names):
     print(f"The copy task on held-out data. Below each injected bug, which of {len(tests)} quick tests notice it.\n\n"
           f"{'drill':14} {'loss':>6} {'teacher-forced accuracy':>24} {'greedy exact match':>19}   injected bug")
     for name in ["unbroken", *names]:
-        _, wrong, own = DRILLS.get(name, (None, None, ()))
-        with working_directory(), drilled(name) if wrong else contextlib.nullcontext(), \
+        what, _, _, own = DRILLS.get(name, ("none", None, None, []))
+        with working_directory(), drilled(name) if own else contextlib.nullcontext(), \
                 swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
             run_train("--task", "copy")
             task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
             forced = train.evaluate_batches(task, model, [task.batch(task.toy_examples())], "cpu")
             failed = sorted(caught_by(tests), key=lambda test: test not in own)
         print(f"{name:14} {forced['loss']:6.3f} {forced['accuracy']:24.3f} {checkpoint['metrics']['accuracy']:19.3f}   "
-              f"{wrong.__doc__ if wrong else 'none'}")
-        more = f"  +{len(failed) - 2} more" if len(failed) > 2 else ""
-        print("\n".join(f"      {test.__name__}" for test in failed[:2]) + more if failed else "      none", flush=True)
+              f"{what}", *[f"      {test.__name__}" for test in failed[:2]] or ["      none"], sep="\n", end="")
+        print(f"  +{len(failed) - 2} more" if len(failed) > 2 else "", flush=True)
     return 0
 
 
