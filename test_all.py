@@ -147,6 +147,13 @@ def small_classifier(**options):
     return TransformerClassifier(**{**sizes, **options}).double().eval()
 
 
+def run_model(model, src, tgt):
+    """The logits of either model, under the masks that belong to the ids; the classifier reads src alone."""
+    if isinstance(model, TransformerClassifier):
+        return model(src, make_padding_mask(src))[0]
+    return model(src, tgt, make_padding_mask(src), make_target_mask(tgt))
+
+
 def set_fused(model, fused):
     for module in model.modules():
         if hasattr(module, "fused"):
@@ -216,18 +223,17 @@ def padded_batch():
 
 
 def test_attention_equals_pytorch_for_random_shapes_and_masks():
+    ours, theirs = ScaledDotProductAttention(0.0), nn.Module()
+    theirs.forward = F.scaled_dot_product_attention
     for trial in range(60):
         lead = [random.randint(1, 3) for _ in range(random.randint(0, 2))]
         query, key, d_k, d_v = (random.randint(1, 6) for _ in range(4))
-        q, k, v = rand(*lead, query, d_k), rand(*lead, key, d_k), rand(*lead, key, d_v)
         shape = [random.choice([size, 1]) for size in (*lead, query)] + [key]  # axes of size 1 broadcast
         mask = None if trial % 3 == 0 else torch.rand(shape) < 0.5
         if mask is not None:
             mask[..., 0] = True  # PyTorch's answer to a blocked row depends on its version
-        ours, theirs = attention(q, k, v, mask)[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        direction = torch.randn_like(ours)
-        same(ours, theirs)
-        same(torch.autograd.grad(ours, (q, k, v), direction), torch.autograd.grad(theirs, (q, k, v), direction))
+        inputs = rand(*lead, query, d_k), rand(*lead, key, d_k), rand(*lead, key, d_v), mask
+        compare(ours, inputs, theirs, inputs)
 
 
 def test_attention_has_the_gradient_of_finite_differences_with_a_blocked_row():
@@ -378,14 +384,6 @@ def test_returned_weights_are_those_before_dropout():
     same(weights, mha.eval()(x, x, x)[1])
 
 
-def test_a_dropout_of_one_lets_nothing_through_and_in_evaluation_everything():
-    sdpa, x = ScaledDotProductAttention(1.0), rand(2, 3, 4)
-    for fused in (False, True):
-        sdpa.fused = fused
-        assert (sdpa.train()(x, x, x)[0] == 0).all()
-        same(sdpa.eval()(x, x, x)[0], attention(x, x, x)[0])
-
-
 def test_stored_weights_are_detached_and_none_when_fused_which_is_read_at_every_call():
     mha, x = MultiHeadAttention(8, 2).double(), rand(3, 5, 8)
     for fused in (False, True, False):
@@ -515,12 +513,15 @@ def test_layer_norm_of_300_is_finite_in_float16():
         same(norm(300 * signs), signs, atol=1e-3)
 
 
-def test_dropout_stands_after_the_sublayer_in_the_feed_forward_and_after_the_positions():
-    x = rand(2, 3, 8)  # a dropout of 1 lets nothing through
-    same(SublayerConnection(8, 1.0).double()(x, torch.sin), x)
-    ff = PositionwiseFeedForward(8, 16, dropout=1.0).double()
+def test_a_dropout_of_one_leaves_what_lies_beside_or_after_it_alone_and_in_evaluation_everything():
+    x, ff, sdpa = rand(2, 3, 8), PositionwiseFeedForward(8, 16, 1.0).double(), ScaledDotProductAttention(1.0)
     same(ff(x), ff.w_2.bias.expand_as(x))
+    same(SublayerConnection(8, 1.0).double()(x, torch.sin), x)
     same(PositionalEncoding(8, dropout=1.0).double()(x), torch.zeros_like(x))
+    for fused in (False, True):
+        set_fused(sdpa, fused)
+        same(sdpa.train()(x, x, x)[0], torch.zeros_like(x))
+        same(sdpa.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 
 def test_encoder_and_decoder_layer_equal_pytorch():
@@ -642,28 +643,24 @@ def test_the_classifier_reads_the_first_token_and_returns_each_layers_weights():
 
 def test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding():
     src, tgt = torch.tensor([[4, 5, 6, 0], [7, 8, 9, 10]]), torch.tensor([[2, 7, 8], [2, 4, 0]])
-    for norm_first in (True, False):
-        classifier, model = small_classifier(norm_first=norm_first), small_model(norm_first=norm_first)
-
-        def results(src, tgt):
-            masks = make_padding_mask(src), make_target_mask(tgt)
-            return classifier(src, masks[0])[0], model(src, tgt, *masks)
-        both, alone = results(src, tgt), results(src[:1, :3], tgt[:1])
-        same([both[0][:1], both[1][:1]], list(alone))
-        longer = results(F.pad(src, (0, 5)), F.pad(tgt, (0, 4)))
-        same([longer[0], longer[1][:, :3]], list(both))
-        for layer in model.decoder.layers:
-            assert (layer.cross_attn.attn > 0).equal(make_padding_mask(F.pad(src, (0, 5))).expand(2, 2, 7, 9))
+    longer_src, longer_tgt = F.pad(src, (0, 5)), F.pad(tgt, (0, 4))
+    for norm_first, make in itertools.product((True, False), (small_classifier, small_model)):
+        model = make(norm_first=norm_first)
+        both = run_model(model, src, tgt)
+        same(run_model(model, src[:1, :3], tgt[:1]), both[:1])
+        same(run_model(model, longer_src, longer_tgt)[:, :3], both)  # three classes, or the first three positions
+    for layer in model.decoder.layers:
+        assert (layer.cross_attn.attn > 0).equal(make_padding_mask(longer_src).expand(2, 2, 7, 9))
 
 
 def test_the_decoder_cannot_see_the_future():
+    src, tgt = torch.tensor([[4, 5, 6]]), torch.tensor([[2, 4, 5, 6, 7]])
     for norm_first, t in itertools.product((True, False), range(1, 5)):
-        model, src, tgt = small_model(norm_first=norm_first), torch.tensor([[4, 5, 6]]), torch.tensor([[2, 4, 5, 6, 7]])
-        changed = tgt.clone()
+        model, changed = small_model(norm_first=norm_first), tgt.clone()
         changed[0, t:] = 9
-        a, b = (model(src, x, make_padding_mask(src), make_target_mask(x)) for x in (tgt, changed))
-        same(a[:, :t], b[:, :t])
-        assert differs(a[:, t], b[:, t])
+        before, after = run_model(model, src, tgt), run_model(model, src, changed)
+        same(before[:, :t], after[:, :t])
+        assert differs(before[:, t], after[:, t])
 
 
 def test_fresh_matrices_have_their_deviation_and_no_two_are_equal_or_shared():
@@ -688,28 +685,26 @@ def test_weights_of_a_model_with_a_shorter_table_load_into_one_with_a_longer():
         short, long = make(max_len=5), make(max_len=12)
         assert not [name for name in short.state_dict() if "table" in name]
         long.load_state_dict(short.state_dict())
-        a, b = (m(ids)[0] if make is small_classifier else m(ids, ids, None, None) for m in (short, long))
-        same(a, b)
+        same(run_model(short, ids, ids), run_model(long, ids, ids))
 
 
 def test_whole_models_run_in_every_float_type_with_blocked_rows():
     ids = torch.tensor([[4, 5, 6, 0], [0, 0, 0, 0]])  # the second text is padding alone
-    for dtype, fused in itertools.product(FLOATS, (False, True)):
-        for model in (small_model(num_layers=1).to(dtype), small_classifier(num_layers=1).to(dtype)):
-            set_fused(model, fused)
-            masks = make_padding_mask(ids), make_target_mask(ids)
-            with torch.autograd.set_detect_anomaly(True):
-                logits = model(ids, ids, *masks) if isinstance(model, EncoderDecoder) else model(ids, masks[0])[0]
-                logits.square().mean().backward()
-            assert logits.dtype == dtype and logits.isfinite().all()
-            assert all(p.grad.isfinite().all() for p in model.parameters())
+    for dtype, fused, make in itertools.product(FLOATS, (False, True), (small_model, small_classifier)):
+        model = make(num_layers=1).to(dtype)
+        set_fused(model, fused)
+        with torch.autograd.set_detect_anomaly(True):
+            logits = run_model(model, ids, ids)
+            logits.square().mean().backward()
+        assert logits.dtype == dtype and logits.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_every_tensor_follows_the_device_of_its_input():
     ids, meta = torch.tensor([[4, 5, 0], [6, 0, 0]]), torch.ones(2, 3, dtype=torch.long, device="meta")
-    masks = make_padding_mask(meta), make_target_mask(meta)  # "meta" is a device without numbers
-    logits = small_model().to("meta")(meta, meta, *masks), small_classifier().to("meta")(meta, masks[0])[0]
-    assert all(x.device.type == "meta" for x in (*masks, *logits, subsequent_mask(3, device="meta")))
+    for tensor in (make_padding_mask(meta), make_target_mask(meta), subsequent_mask(3, device="meta"),
+                   *(run_model(make().to("meta"), meta, meta) for make in (small_model, small_classifier))):
+        assert tensor.device.type == "meta"  # a device without numbers
     model, results = small_model(), []
     for default in "cpu", "meta":  # a tensor made on the default device would not mix with the others
         with torch.device(default):
@@ -759,32 +754,21 @@ def eager_model(seed, bos=BOS, eos=EOS, pad=PAD, unk=UNK, **options):
     return model
 
 
-def one_beam(*args, **options):
-    return beam_decode(*args, beams=1, **options)
-
-
-def test_greedy_decode_and_one_beam_equal_a_slow_loop_over_rows_with_and_without_cache():
+def test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_each_row_alone():
     steps = []  # at how many different steps a batch's rows ended
-    for norm_first, seed in itertools.product((True, False), (4, 6)):
-        model = eager_model(seed, norm_first=norm_first)
-        wanted = slow_decode(model, SRC, 8)
-        for decode_all, use_cache in itertools.product((greedy_decode, one_beam), (True, False)):
-            with counted(model, "decode") as decode:
-                same(decode_all(model, SRC, 8, use_cache=use_cache), wanted)
-            assert decode.call_count == wanted.size(1)  # it stops with the last row
-        steps.append(len(set((wanted != PAD).sum(1).tolist())))
-    assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
-
-
-def test_beam_decode_equals_a_slow_search_with_and_without_cache_and_each_row_alone():
-    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (2, 3)):
+    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (1, 2, 3)):
         model = eager_model(seed, norm_first=norm_first)
         wanted = slow_decode(model, SRC, 6, beams)
-        for use_cache in (True, False):
-            same(beam_decode(model, SRC, 6, beams, use_cache=use_cache), wanted)
+        steps.append(len(set((wanted != PAD).sum(1).tolist())))
+        decoders = [functools.partial(beam_decode, beams=beams)] + ([greedy_decode] if beams == 1 else [])
+        for decode_all, use_cache in itertools.product(decoders, (True, False)):
+            with counted(model, "decode") as decode:
+                same(decode_all(model, SRC, 6, use_cache=use_cache), wanted)
+            assert beams > 1 or decode.call_count == wanted.size(1)  # it stops with the last row
         for row, tokens in zip(SRC, wanted):
-            alone = beam_decode(model, row[row != PAD][None] if row.any() else row[None], 6, beams)
-            same(alone, tokens[tokens != PAD][None])
+            row = row[row != PAD] if row.any() else row
+            same(beam_decode(model, row[None], 6, beams), tokens[tokens != PAD][None])
+    assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
 
 
 def test_beam_decode_finds_the_best_of_all_sequences_when_there_is_a_beam_for_each():
@@ -2355,7 +2339,7 @@ DRILLS = {
     "bos-pad": (
         "decoding starts from PAD, not BOS",
         greedy_decode, lambda right, *args, **options: right(*args, **{"bos": PAD, **options}),
-        [test_greedy_decode_and_one_beam_equal_a_slow_loop_over_rows_with_and_without_cache]),
+        [test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_each_row_alone]),
     "no-positions": (
         "positions left out",
         PositionalEncoding.forward, lambda right, self, x: self.dropout(x),
@@ -2420,8 +2404,9 @@ def drills(names):
             forced = train.evaluate_batches(task, model, [task.batch(task.toy_examples())], "cpu")
             failed = sorted(caught_by(tests), key=lambda test: test not in own)
         print(f"{name:14} {forced['loss']:6.3f} {forced['accuracy']:24.3f} {checkpoint['metrics']['accuracy']:19.3f}   "
-              f"{what}", *[f"      {test.__name__}" for test in failed[:2]] or ["      none"], sep="\n", end="")
-        print(f"  +{len(failed) - 2} more" if len(failed) > 2 else "", flush=True)
+              f"{what}")
+        more = f"  +{len(failed) - 2} more" if len(failed) > 2 else ""
+        print("\n".join(f"      {test.__name__}" for test in failed[:2]) + more if failed else "      none", flush=True)
     return 0
 
 
@@ -2429,8 +2414,7 @@ def drills(names):
 
 
 def ratio(ours, theirs, rounds=5):
-    """Our time over theirs: the median over rounds that run both, in turn first. CPU seconds, not those of the clock,
-    so that other programs on the machine count for less."""
+    """Our CPU seconds over theirs: the median over rounds that run both, in turn first."""
     measured = []
     for i in range(rounds):
         seconds = {}
@@ -2442,75 +2426,69 @@ def ratio(ours, theirs, rounds=5):
     return statistics.median(measured)
 
 
-def stepping(module, forward):
-    """A training step: forward() of the module, backward, Adam."""
+def training_step(module, inputs):
+    """A function without arguments: forward, backward, Adam."""
     optimizer = torch.optim.Adam(module.parameters(), fused=True)
 
     def step():
         optimizer.zero_grad()
-        forward().sum().backward()
+        output = module(*inputs)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
         optimizer.step()
     return step
 
 
-class TheirTransformer(nn.Module):
-    """make_model with nn.Transformer in the middle."""
+class Transformer(nn.Transformer):
+    """nn.Transformer between embeddings and a generator."""
 
     def __init__(self, vocab, num_layers):
-        super().__init__()
+        super().__init__(512, 8, num_layers, num_layers, 2048, 0.0, batch_first=True, norm_first=True)
         self.embeds = nn.ModuleList(nn.Sequential(Embeddings(512, vocab), PositionalEncoding(512, dropout=0.0))
                                     for _ in range(2))
-        self.transformer = nn.Transformer(512, 8, num_layers, num_layers, 2048, 0.0, batch_first=True, norm_first=True)
         self.generator = nn.Linear(512, vocab)
 
-    def forward(self, src, tgt):
-        padding, causal = src == PAD, ~subsequent_mask(tgt.size(1))[0]
-        return self.generator(self.transformer(self.embeds[0](src), self.embeds[1](tgt), None, causal, None,
-                                               padding, tgt == PAD, padding))
+    def forward(self, src, tgt, src_padding, tgt_padding, causal):
+        src, tgt = self.embeds[0](src), self.embeds[1](tgt)
+        return self.generator(super().forward(src, tgt, None, causal, None, src_padding, tgt_padding, src_padding))
 
 
 def comparisons():
     """(name, reference, a call of ours, a call of theirs, the ratio to stay below)."""
-    def both(fused, *modules):
-        set_fused(modules[0], fused)
-        return (*modules, "fused" if fused else "formula")
+    def training(name, fused, target, ours, our_inputs, theirs, their_inputs):
+        set_fused(ours, fused)
+        return (f"{name}, {'fused' if fused else 'formula'}", f"nn.{type(theirs).__name__}",
+                training_step(ours, our_inputs), training_step(theirs, their_inputs), target)
 
-    for fused, (batch, length), target in ((False, (32, 128), 1.05), (True, (32, 128), 0.95), (True, (8, 1024), 0.90)):
-        ours, theirs, how = both(fused, MultiHeadAttention(512, 8, 0.0),
-                                 nn.MultiheadAttention(512, 8, 0.0, batch_first=True))
-        x = torch.randn(batch, length, 512)
-        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1))
-        yield (f"MultiHeadAttention, padding, ({batch}, {length}), {how}", "nn.MultiheadAttention",
-               stepping(ours, lambda: ours(x, x, x, mask)[0]),
-               stepping(theirs, lambda: theirs(x, x, x, ~mask, not fused, average_attn_weights=False)[0]), target)
+    for fused, batch, length, target in ((False, 32, 128, 1.05), (True, 32, 128, 0.95), (True, 8, 1024, 0.90)):
+        x, mask = torch.randn(batch, length, 512), torch.arange(length) < length * (1 + torch.rand(batch, 1)) / 2
+        yield training(f"MultiHeadAttention, padding, ({batch}, {length})", fused, target,
+                       MultiHeadAttention(512, 8, 0.0), (x, x, x, mask),
+                       nn.MultiheadAttention(512, 8, 0.0, batch_first=True), (x, x, x, ~mask, not fused, None, False))
 
     x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
     for norm_first, fused in itertools.product((True, False), (False, True)):
-        sizes, options = (512, 8, 2048, 0.0), dict(batch_first=True, norm_first=norm_first)
-        ours, theirs, how = both(fused, EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **options))
-        order, target = "pre-norm" if norm_first else "post-norm", 1.05 if fused else 1.25
-        yield (f"EncoderLayer, {order}, {how}", "nn.TransformerEncoderLayer", stepping(ours, lambda: ours(x)),
-               stepping(theirs, lambda: theirs(x)), target)
-        ours, theirs, how = both(fused, DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **options))
-        yield (f"DecoderLayer, {order}, {how}", "nn.TransformerDecoderLayer",
-               stepping(ours, lambda: ours(x, memory, None, causal)),
-               stepping(theirs, lambda: theirs(x, memory, ~causal[0])), target)
+        for ours, theirs, our_inputs, their_inputs in (
+                (EncoderLayer, nn.TransformerEncoderLayer, (x,), (x,)),
+                (DecoderLayer, nn.TransformerDecoderLayer, (x, memory, None, causal), (x, memory, ~causal[0]))):
+            yield training(f"{ours.__name__}, {'pre' if norm_first else 'post'}-norm", fused, 1.05 if fused else 1.25,
+                           ours(512, 8, 2048, 0.0, norm_first), our_inputs,
+                           theirs(512, 8, 2048, 0.0, batch_first=True, norm_first=norm_first), their_inputs)
 
     for (batch, length), fused in itertools.product(((80, 10), (16, 64)), (False, True)):
-        ours, theirs, how = both(fused, make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2))
         src, tgt = torch.randint(4, 1000, (2, batch, length))
-        yield (f"seq2seq, 2 + 2 layers, ({batch}, {length}), {how}", "nn.Transformer",
-               stepping(ours, lambda: ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)).log_softmax(-1)),
-               stepping(theirs, lambda: theirs(src, tgt).log_softmax(-1)), 1.00 if fused else 1.20)
+        yield training(f"seq2seq, 2 + 2 layers, ({batch}, {length})", fused, 1.00 if fused else 1.20,
+                       make_model(1000, 1000, num_layers=2, dropout=0.0),
+                       (src, tgt, make_padding_mask(src), make_target_mask(tgt)),
+                       Transformer(1000, 2), (src, tgt, src == PAD, tgt == PAD, ~subsequent_mask(length)[0]))
 
-    model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (1, 10))
+    model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (16, 10))
     model.generator.bias.data[EOS] = -1e9  # it never ends by itself
     for length, target in ((32, 0.55), (128, 0.30)):
-        yield (f"greedy_decode with cache, {length} tokens", "without cache", lambda: greedy_decode(model, src, length),
-               lambda: greedy_decode(model, src, length, use_cache=False), target)
-    src = torch.randint(4, 1000, (16, 10))
-    yield ("beam_decode with 4 beams, 16 x 32 tokens", "greedy_decode", lambda: beam_decode(model, src, 32),
-           lambda: greedy_decode(model, src, 32), 4.00)
+        yield (f"greedy_decode with cache, {length} tokens", "without cache",
+               lambda: greedy_decode(model, src[:1], length),
+               lambda: greedy_decode(model, src[:1], length, use_cache=False), target)
+    yield ("beam_decode with 4 beams, 16 x 32 tokens", "greedy_decode",
+           lambda: beam_decode(model, src, 32), lambda: greedy_decode(model, src, 32), 4.00)
 
 
 def bench():
