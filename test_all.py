@@ -318,16 +318,6 @@ def test_a_query_that_may_look_nowhere_gets_zeros():
         same(mha(x, source, source, mask)[0][blocked], mha.w_o.bias.expand(5, 8))  # w_o of zeros
 
 
-def test_blocked_rows_give_no_nan_even_in_between():
-    for fused, ignored in itertools.product((False, True), (False, True)):
-        mha, x = MultiHeadAttention(8, 2).double(), rand(2, 3, 8)
-        mha.attention.fused = fused
-        with torch.autograd.set_detect_anomaly(True):
-            output = mha(x, x, x, torch.tensor([[True, True, False], [False, False, False]]))[0]
-            (output[:1] if ignored else output).square().sum().backward()  # a loss may ignore the blocked sample
-        assert all(p.grad.isfinite().all() for p in (x, *mha.parameters()))
-
-
 def test_every_float_type_stays_finite_and_keeps_its_type():
     mask = subsequent_mask(4).clone()
     mask[0, 2] = False
@@ -354,7 +344,7 @@ def test_masks_of_every_allowed_rank_and_type_block_what_they_say():
         set_fused(mha, False)
         output, weights = mha(x, source, source, mask)
         assert (weights > 0).equal(whole.bool().expand(batch, heads, query, key))
-        assert weights.equal(attention(mha.split(mha.w_q(x)), *mha.keys_and_values(source, source), whole)[1])
+        same(attention(mha.split(mha.w_q(x)), *mha.keys_and_values(source, source), whole)[1], weights)
         set_fused(mha, True)
         same(mha(x, source, source, mask)[0], output)
 
@@ -688,14 +678,14 @@ def test_weights_of_a_model_with_a_shorter_table_load_into_one_with_a_longer():
         same(run_model(short, ids, ids), run_model(long, ids, ids))
 
 
-def test_whole_models_run_in_every_float_type_with_blocked_rows():
-    ids = torch.tensor([[4, 5, 6, 0], [0, 0, 0, 0]])  # the second text is padding alone
-    for dtype, fused, make in itertools.product(FLOATS, (False, True), (small_model, small_classifier)):
+def test_blocked_rows_give_no_nan_in_any_float_type_even_in_between():
+    ids = torch.tensor([[4, 5, 6, 0], [0, 0, 0, 0]])  # the second text is padding alone; a loss may ignore it
+    for dtype, fused, make, read in itertools.product(FLOATS, (False, True), (small_model, small_classifier), (1, 2)):
         model = make(num_layers=1).to(dtype)
         set_fused(model, fused)
         with torch.autograd.set_detect_anomaly(True):
             logits = run_model(model, ids, ids)
-            logits.square().mean().backward()
+            logits[:read].square().mean().backward()
         assert logits.dtype == dtype and logits.isfinite().all()
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -756,7 +746,7 @@ def eager_model(seed, bos=BOS, eos=EOS, pad=PAD, unk=UNK, **options):
 
 def test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_each_row_alone():
     steps = []  # at how many different steps a batch's rows ended
-    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (1, 2, 3)):
+    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (1, 3)):
         model = eager_model(seed, norm_first=norm_first)
         wanted = slow_decode(model, SRC, 6, beams)
         steps.append(len(set((wanted != PAD).sum(1).tolist())))
@@ -861,12 +851,11 @@ def test_both_decoders_run_in_evaluation_mode_without_a_graph_and_restore_every_
 def test_both_decoders_encode_once_and_end_at_max_len_fed_with_one_position_a_step_by_the_cache():
     model = small_model(max_len=7)
     model.generator.bias.data[EOS] = -1e4  # it never ends by itself
-    for decode_all, max_len, options in itertools.product((greedy_decode, beam_decode), (0, 1, 3, 7),
-                                                          ({}, dict(use_cache=True), dict(use_cache=False))):
+    for decode_all, max_len, use_cache in itertools.product((greedy_decode, beam_decode), (0, 1, 3, 7), (True, False)):
         with counted(model, "encode") as encode, counted(model.decoder, "forward") as decoder:
-            assert decode_all(model, SRC, max_len, **options).shape == (5, max_len)
+            assert decode_all(model, SRC, max_len, use_cache=use_cache).shape == (5, max_len)
         fed = [call.args[0].size(1) for call in decoder.call_args_list]
-        assert fed == ([1] * max_len if options.get("use_cache", True) else list(range(1, max_len + 1)))
+        assert fed == ([1] * max_len if use_cache else list(range(1, max_len + 1)))
         assert encode.call_count == 1
 
 
