@@ -532,6 +532,7 @@ def test_model_py_prints_the_shapes_on_the_way_and_counts_every_parameter():
     sizes = dict(d_model=32, num_heads=4, num_layers=1, d_ff=64, max_len=10)
     models = TransformerClassifier(20, num_classes=2, **sizes), make_model(20, 20, **sizes)
     blocks = re.split(r"^(?=\w)", printed("model.py"), flags=re.M)[1:]
+    assert len(blocks) == len(models)
     for model, block, reads in zip(models, blocks, ("(2, 7)", "(2, 7) and (2, 5)")):
         title, *lines = block.splitlines()
         total, shown = sum(p.numel() for p in model.parameters()), 0
@@ -754,10 +755,10 @@ def test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_eac
         for decode_all, use_cache in itertools.product(decoders, (True, False)):
             with counted(model, "decode") as decode:
                 same(decode_all(model, SRC, 6, use_cache=use_cache), wanted)
-            assert beams > 1 or decode.call_count == wanted.size(1)  # it stops with the last row
-        for row, tokens in zip(SRC, wanted):
+            assert beams > 1 or decode.call_count == wanted.size(1)
+        for decode_all, (row, tokens) in itertools.product(decoders, zip(SRC, wanted)):  # it stops with the last row
             row = row[row != PAD] if row.any() else row
-            same(beam_decode(model, row[None], 6, beams), tokens[tokens != PAD][None])
+            same(decode_all(model, row[None], 6), tokens[tokens != PAD][None])
     assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
 
 
