@@ -110,35 +110,30 @@ def packed(ours, get=lambda parameter: parameter):
         qkv = ours.w_q, ours.w_k, ours.w_v
         return [torch.cat([get(w.weight) for w in qkv]), torch.cat([get(w.bias) for w in qkv]),
                 get(ours.w_o.weight), get(ours.w_o.bias)]
-    if isinstance(ours, (EncoderLayer, DecoderLayer)):
-        cross = isinstance(ours, DecoderLayer)
-        parts = [ours.self_attn, *([ours.cross_attn] if cross else []), ours.feed_forward.w_1, ours.feed_forward.w_2,
-                 ours.self_attn_residual.norm, *([ours.cross_attn_residual.norm] if cross else []),
-                 ours.feed_forward_residual.norm]
-    else:
-        parts = list(ours.children())
-    return [x for part in parts for x in packed(part, get)] if parts else [get(p) for p in ours.parameters()]
+    own = [get(parameter) for parameter in ours.parameters(recurse=False)]
+    return own + [x for part in ours.children() for x in packed(part, get)]
 
 
-def twins(ours, theirs):
-    """Our module and PyTorch's, in float64 and with the same random weights."""
+def compare(ours, our_inputs, theirs, their_inputs):
+    """Asserts that with the same random weights, in float64, our module and PyTorch's have the same outputs, and the
+    same gradients of all parameters and inputs."""
     with torch.no_grad():
         for p in ours.double().parameters():
             p.normal_(std=0.5)
         for p, value in zip(theirs.double().parameters(), packed(ours)):
             p.copy_(value)
     same(list(theirs.parameters()), packed(ours))
-    return ours, theirs
 
-
-def same_with_gradients(ours, our_output, theirs, their_output, inputs):
-    """Asserts equal outputs (lists of tensors) and equal gradients of all parameters and inputs."""
+    our_output, their_output = (x if isinstance(x, tuple) else (x,) for x in (ours(*our_inputs), theirs(*their_inputs)))
+    pairs = [(a, b) for a, b in zip(our_output, their_output) if a is not None]  # the weights are None when fused
+    our_output, their_output = zip(*pairs)
     same(our_output, their_output)
+    inputs = list({x for x in our_inputs if x is not None and x.requires_grad})
     direction = [torch.randn_like(x) for x in our_output]
-    leaves = [*inputs, *ours.parameters()]
-    gradient = dict(zip(leaves, torch.autograd.grad(our_output, leaves, direction)))
+    gradient = dict(zip([*inputs, *ours.parameters()],
+                        torch.autograd.grad(our_output, [*inputs, *ours.parameters()], direction)))
     same([gradient[x] for x in inputs] + packed(ours, gradient.get),
-         list(torch.autograd.grad(their_output, [*inputs, *theirs.parameters()], direction)))
+         torch.autograd.grad(their_output, [*inputs, *theirs.parameters()], direction))
 
 
 def small_model(vocab=11, **options):
@@ -150,6 +145,13 @@ def small_model(vocab=11, **options):
 def small_classifier(**options):
     sizes = dict(vocab_size=11, d_model=8, num_heads=2, num_layers=2, d_ff=16, num_classes=3, max_len=12)
     return TransformerClassifier(**{**sizes, **options}).double().eval()
+
+
+def run_model(model, src, tgt):
+    """The logits of either model, under the masks that belong to the ids; the classifier reads src alone."""
+    if isinstance(model, TransformerClassifier):
+        return model(src, make_padding_mask(src))[0]
+    return model(src, tgt, make_padding_mask(src), make_target_mask(tgt))
 
 
 def set_fused(model, fused):
@@ -211,19 +213,27 @@ def with_toys():
 # --- attention.py
 
 
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def padded_batch():
+    """For the comparisons with PyTorch: source (3, 6, 8) and target (3, 4, 8), their padding masks, a causal mask."""
+    src_padding, tgt_padding = (torch.arange(n) < torch.tensor([[n], [2], [3]]) for n in (6, 4))
+    return rand(3, 6, 8), rand(3, 4, 8), src_padding, tgt_padding, subsequent_mask(4)
+
+
 def test_attention_equals_pytorch_for_random_shapes_and_masks():
+    ours, theirs = ScaledDotProductAttention(0.0), nn.Module()
+    theirs.forward = F.scaled_dot_product_attention
     for trial in range(60):
         lead = [random.randint(1, 3) for _ in range(random.randint(0, 2))]
         query, key, d_k, d_v = (random.randint(1, 6) for _ in range(4))
-        q, k, v = rand(*lead, query, d_k), rand(*lead, key, d_k), rand(*lead, key, d_v)
         shape = [random.choice([size, 1]) for size in (*lead, query)] + [key]  # axes of size 1 broadcast
         mask = None if trial % 3 == 0 else torch.rand(shape) < 0.5
         if mask is not None:
             mask[..., 0] = True  # PyTorch's answer to a blocked row depends on its version
-        ours, theirs = attention(q, k, v, mask)[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        direction = torch.randn_like(ours)
-        same(ours, theirs)
-        same(torch.autograd.grad(ours, (q, k, v), direction), torch.autograd.grad(theirs, (q, k, v), direction))
+        inputs = rand(*lead, query, d_k), rand(*lead, key, d_k), rand(*lead, key, d_v), mask
+        compare(ours, inputs, theirs, inputs)
 
 
 def test_attention_has_the_gradient_of_finite_differences_with_a_blocked_row():
@@ -233,28 +243,20 @@ def test_attention_has_the_gradient_of_finite_differences_with_a_blocked_row():
 
 
 def test_multi_head_attention_equals_pytorch_in_its_three_uses():  # self, causal self, cross
-    masks = "", "padding", "causal", "padding causal"
-    for training, cross, masked, fused in itertools.product((True, False), (False, True), masks, (False, True)):
-        rate = 0.0 if training else 0.3
-        ours, theirs = twins(MultiHeadAttention(8, 2, rate), nn.MultiheadAttention(8, 2, rate, batch_first=True))
-        ours.train(training)
-        theirs.train(training)
-        ours.attention.fused = fused
-        x = rand(3, 4, 8)
-        source = rand(3, 6, 8) if cross else x
-        padding = torch.arange(source.size(1)) < torch.tensor([[source.size(1)], [2], [3]])
+    src, tgt, src_padding, tgt_padding, _ = padded_batch()
+    for training, fused, cross, padded, ordered in itertools.product((True, False), repeat=5):
+        sizes = 8, 2, 0.0 if training else 0.3
+        ours, theirs = MultiHeadAttention(*sizes), nn.MultiheadAttention(*sizes, batch_first=True)
+        set_fused(ours, fused)
+        source, padding = (src, src_padding) if cross else (tgt, tgt_padding)
         causal = subsequent_mask(6)[:, :4, :source.size(1)]
-        mask = {"": None, "padding": padding, "causal": causal, "padding causal": causal & padding[:, None]}[masked]
-        output, weights = ours(x, source, source, mask)
-        wanted, wanted_weights = theirs(x, source, source, average_attn_weights=False,  # there, True = drop
-                                        key_padding_mask=~padding if "padding" in masked else None,
-                                        attn_mask=~causal[0] if "causal" in masked else None)
-        known = slice(1 if fused else 2)  # the fused kernel gives no weights
-        same_with_gradients(ours, [output, weights][known], theirs, [wanted, wanted_weights][known],
-                            [x, source] if cross else [x])
+        mask = {(False, False): None, (True, False): padding, (False, True): causal,
+                (True, True): causal & padding[:, None]}[padded, ordered]
+        compare(ours.train(training), (tgt, source, source, mask), theirs.train(training),  # there, True = drop
+                (tgt, source, source, ~padding if padded else None, True, ~causal[0] if ordered else None, False))
 
 
-def test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries():
+def test_multi_head_attention_equals_a_slow_loop():  # over samples, heads and queries
     # so a sample sees no other sample, and a query changes its own row only
     mha = MultiHeadAttention(6, 3).double().eval().requires_grad_(False)
     x, source = rand(2, 4, 6).detach(), rand(2, 5, 6).detach()
@@ -272,13 +274,12 @@ def test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries(
         same(output[i, t], mha.w_o(torch.cat(heads)))
 
 
-def test_merge_undoes_split_and_a_view_right_after_the_transpose_raises():
+def test_merge_undoes_split():
     mha, x = MultiHeadAttention(8, 2), rand(3, 5, 8)
     heads = mha.split(x)
     assert heads.shape == (3, 2, 5, 4)
     same(heads[:, 1], x[:, :, 4:])  # a head holds its own slice of every token
     same(mha.merge(heads), x)
-    raises(RuntimeError, ["view"], lambda: torch.zeros(3, 2, 5, 4).transpose(1, 2).view(3, 5, 8))
 
 
 def test_an_expanded_or_transposed_input_works():
@@ -294,20 +295,14 @@ def test_d_model_that_does_not_divide_into_heads_is_an_error():
         raises(ValueError, [f"({d_model})", f"({heads})"], MultiHeadAttention, d_model, heads)
 
 
-def test_blocked_weights_are_exactly_zero_and_causal_means_no_later_key():
-    weights = attention(rand(1, 5, 4), rand(1, 5, 4), rand(1, 5, 4), subsequent_mask(5))[1]
-    for i, j in itertools.product(range(5), range(5)):
-        assert (weights[0, i, j] > 0) == (j <= i) and (weights[0, i, j] == 0) == (j > i)
-    assert subsequent_mask(1).tolist() == [[[True]]]  # row 0 sees itself
-    assert subsequent_mask(3).tolist() == [[[True, False, False], [True, True, False], [True, True, True]]]
-
-
-def test_padding_and_target_masks():
-    ids = torch.tensor([[5, 0, 7], [0, 0, 4]])
+def test_padding_causal_and_target_masks():
+    ids, causal = torch.tensor([[5, 0, 7], [0, 0, 4]]), [[True, False, False], [True, True, False], [True, True, True]]
     assert make_padding_mask(ids).tolist() == [[[[True, False, True]]], [[[False, False, True]]]]
     assert make_padding_mask(ids, pad_idx=7).tolist() == [[[[True, True, False]]], [[[True, True, True]]]]
+    assert [subsequent_mask(size).tolist() for size in (1, 3)] == [[[[True]]], [causal]]
     assert make_target_mask(ids).tolist() == [[[[True, False, False], [True, False, False], [True, False, True]]],
                                               [[[False, False, False], [False, False, False], [False, False, True]]]]
+    assert make_target_mask(ids, pad_idx=9).tolist() == [[causal]] * 2
 
 
 def test_a_query_that_may_look_nowhere_gets_zeros():
@@ -323,20 +318,10 @@ def test_a_query_that_may_look_nowhere_gets_zeros():
         same(mha(x, source, source, mask)[0][blocked], mha.w_o.bias.expand(5, 8))  # w_o of zeros
 
 
-def test_blocked_rows_give_no_nan_even_in_between():
-    for fused, ignored in itertools.product((False, True), (False, True)):
-        mha, x = MultiHeadAttention(8, 2).double(), rand(2, 3, 8)
-        mha.attention.fused = fused
-        with torch.autograd.set_detect_anomaly(True):
-            output = mha(x, x, x, torch.tensor([[True, True, False], [False, False, False]]))[0]
-            (output[:1] if ignored else output).square().sum().backward()  # a loss may ignore the blocked sample
-        assert all(p.grad.isfinite().all() for p in (x, *mha.parameters()))
-
-
 def test_every_float_type_stays_finite_and_keeps_its_type():
     mask = subsequent_mask(4).clone()
     mask[0, 2] = False
-    for dtype, fused in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (False, True)):
+    for dtype, fused in itertools.product(FLOATS, (False, True)):
         q = torch.full((1, 2, 4, 64), 60.0, dtype=dtype, requires_grad=True)  # q k = 230,400 overflows float16,
         k = (q * torch.tensor([1, -1, 1, -1])[:, None]).detach().to(dtype)   # divided by sqrt(64) it is 28,800
         sdpa = ScaledDotProductAttention(0.0)
@@ -346,21 +331,22 @@ def test_every_float_type_stays_finite_and_keeps_its_type():
             output.sum().backward()
             assert output.dtype == dtype and output.isfinite().all() and q.grad.isfinite().all()
             assert fused or weights.dtype == dtype and set(weights.float().sum(-1).flatten().tolist()) <= {0.0, 1.0}
-        mha, x = MultiHeadAttention(8, 2).to(dtype), torch.randn(2, 4, 8).to(dtype) * 30
-        mha.attention.fused = fused
-        output = mha(x, x, x, mask)[0]
-        assert output.dtype == dtype and output.isfinite().all()
 
 
-def test_masks_of_every_allowed_rank_block_what_they_say():
+def test_masks_of_every_allowed_rank_and_type_block_what_they_say():
     batch, heads, query, key = 2, 2, 4, 5  # batch = heads: a (batch, key) mask must not mask heads
     mha, x, source = MultiHeadAttention(8, heads).double().eval(), rand(batch, query, 8), rand(batch, key, 8)
     shapes = [(batch, key), *itertools.product((batch, 1), (query, 1), (key,)),
               *itertools.product((batch, 1), (heads, 1), (query, 1), (key,))]
-    for shape in shapes:
-        mask = torch.rand(shape) < 0.6
+    for shape, dtype in itertools.product(shapes, (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)):
+        mask = (torch.rand(shape) < 0.6).to(dtype)
         whole = mask[:, None, None] if mask.dim() == 2 else mask[:, None] if mask.dim() == 3 else mask
-        assert (mha(x, source, source, mask)[1] > 0).equal(whole.expand(batch, heads, query, key))
+        set_fused(mha, False)
+        output, weights = mha(x, source, source, mask)
+        assert (weights > 0).equal(whole.bool().expand(batch, heads, query, key))
+        same(attention(mha.split(mha.w_q(x)), *mha.keys_and_values(source, source), whole)[1], weights)
+        set_fused(mha, True)
+        same(mha(x, source, source, mask)[0], output)
 
 
 def test_a_mask_that_does_not_fit_is_an_error_with_both_shapes():
@@ -370,16 +356,6 @@ def test_a_mask_that_does_not_fit_is_an_error_with_both_shapes():
         raises(ValueError, [shape, (3, 2, 4, 5)], mha, x, source, source, torch.ones(shape, dtype=torch.bool))
     alone = torch.randn(1, 5, 8)  # a (len, len) mask with a batch of one: once turned 5 positions into 25
     raises(ValueError, [(5, 5)], mha, alone, alone, alone, subsequent_mask(5)[0])
-
-
-def test_masks_of_zeros_and_ones_agree_in_every_type():
-    mha, x = MultiHeadAttention(8, 2).double().eval(), rand(2, 3, 8)
-    mask = torch.tensor([[True, True, False], [False, True, True]])
-    wanted = mha(x, x, x, mask)[0]
-    for dtype, fused in itertools.product((torch.uint8, torch.int64, torch.float16, torch.float32), (False, True)):
-        mha.attention.fused = fused
-        same(mha(x, x, x, mask.to(dtype))[0], wanted)
-        same(attention(x, x, x, mask[:, None].to(dtype)), attention(x, x, x, mask[:, None]))
 
 
 def test_an_additive_mask_is_refused():
@@ -396,14 +372,6 @@ def test_returned_weights_are_those_before_dropout():
     same(weights.sum(-1), torch.ones(3, 2, 5, dtype=torch.float64))
     assert differs(output, mha(x, x, x)[0])  # while the output is from after it
     same(weights, mha.eval()(x, x, x)[1])
-
-
-def test_a_dropout_of_one_lets_nothing_through_and_in_evaluation_everything():
-    sdpa, x = ScaledDotProductAttention(1.0), rand(2, 3, 4)
-    for fused in (False, True):
-        sdpa.fused = fused
-        assert (sdpa.train()(x, x, x)[0] == 0).all()
-        same(sdpa.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 
 def test_stored_weights_are_detached_and_none_when_fused_which_is_read_at_every_call():
@@ -450,18 +418,16 @@ def printed(script):
 def test_attention_py_works_an_example_that_paper_and_pencil_repeat():
     titles, rows = (([line for line in printed("attention.py").splitlines() if line.startswith("  ") == indented])
                     for indented in (False, True))
-    assert [(title[0], title[-6:]) for title in titles] == [*zip("QKVssmwo", ["(3, 4)"] * 2 + ["(3, 2)"] +
-                                                                 ["(3, 3)"] * 4 + ["(3, 2)"])]
-    numbers = [[float(x) for x in row.split()] for row in rows]
-    q, k, v, scores, scaled, masked, weights, output = (numbers[3 * i:3 * i + 3] for i in range(8))
-    assert [q, k, v] == [[[2, 0, 2, 0], [0, 2, 0, 0], [2, 2, 0, 0]], [[1, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]],
-                         [[1, 0], [0, 1], [2, 2]]]
-    for i, j in itertools.product(range(3), range(3)):
-        assert scores[i][j] == sum(a * b for a, b in zip(q[i], k[j])) and scaled[i][j] == scores[i][j] / 2
-        assert masked[i][j] == (scaled[i][j] if j <= i else -math.inf)
-        assert abs(weights[i][j] - math.exp(masked[i][j]) / sum(map(math.exp, masked[i]))) < 1e-4
-    for i, j in itertools.product(range(3), range(2)):
-        assert abs(output[i][j] - sum(weights[i][m] * v[m][j] for m in range(3))) < 2e-4
+    assert [title[0] for title in titles] == [*"QKVssmwo"]
+    q, k, v, scores, scaled, masked, weights, output = shown = [
+        torch.tensor([[float(x) for x in row.split()] for row in rows[i:i + 3]]) for i in range(0, 24, 3)]
+    assert [title.split("  ")[-1] for title in titles] == [str(tuple(x.shape)) for x in shown]
+    assert q.tolist() == [[2, 0, 2, 0], [0, 2, 0, 0], [2, 2, 0, 0]]
+    assert k.tolist() == [[1, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]] and v.tolist() == [[1, 0], [0, 1], [2, 2]]
+    assert scores.equal(q @ k.T) and scaled.equal(scores / 2)
+    assert masked.equal(scaled.where(torch.ones(3, 3).tril() == 1, torch.tensor(-math.inf)))
+    same(weights, masked.exp() / masked.exp().sum(dim=1, keepdim=True), atol=1e-4)
+    same(output, weights @ v, atol=2e-4)
 
 
 # --- transformer_layer.py
@@ -481,12 +447,11 @@ def test_transformer_layer_py_follows_a_vector_through_both_norm_orders():
             now = steps[-1][1]
         same(now, layer(x), atol=1e-6)
         assert heads[half].split() == ["pre-norm" if norm_first else "post-norm", "mean", "std", "size", "cosine"]
-        for line, (name, result) in zip(rows, steps):
+        assert [row[half][:10].strip() for row in rows] == [name for name, _ in steps]
+        for row, (_, result) in zip(rows, steps):
             v = result[0, 2]
             numbers = v.mean(), v.std(correction=0), v.norm(), v @ x[0, 2] / v.norm() / x[0, 2].norm()
-            assert line[half][:10].strip() == name
-            same(torch.tensor([float(number) for number in line[half][10:].split()]), torch.stack(numbers), atol=0.0051)
-        assert len(rows) == len(steps)
+            same(torch.tensor([float(number) for number in row[half][10:].split()]), torch.stack(numbers), atol=0.0051)
 
 
 def test_embeddings_times_sqrt_d_model_are_as_large_as_the_positions():
@@ -524,44 +489,40 @@ def test_positions_longer_than_the_table_are_an_error_with_both_numbers():
 
 def test_layer_norm_equals_pytorch():
     for width, fused, eps in itertools.product((1, 2, 5, 16), (False, True), (1e-5, 1e-2)):
-        ours, theirs = twins(LayerNorm(width, eps), nn.LayerNorm(width, eps))
-        ours.fused = fused
-        x = torch.randn(3, 4, width, dtype=torch.float64)
+        ours, x = LayerNorm(width, eps), torch.randn(3, 4, width, dtype=torch.float64)
         x[1] = 7.0  # constant rows
         x[2] *= 1e-3
-        x.requires_grad_()
-        same_with_gradients(ours, [ours(x)], theirs, [theirs(x)], [x])
+        set_fused(ours, fused)
+        compare(ours, [x.requires_grad_()], nn.LayerNorm(width, eps), [x])
 
 
 def test_layer_norm_of_300_is_finite_in_float16():
-    for dtype, fused in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (False, True)):
+    for dtype, fused in itertools.product(FLOATS, (False, True)):
         norm, signs = LayerNorm(4).to(dtype), torch.tensor([1, -1, 1, -1]).to(dtype)
         norm.fused = fused
         same(norm(300 * signs), signs, atol=1e-3)
 
 
-def test_dropout_stands_after_the_sublayer_in_the_feed_forward_and_after_the_positions():
-    x = rand(2, 3, 8)  # a dropout of 1 lets nothing through
-    same(SublayerConnection(8, 1.0).double()(x, torch.sin), x)
-    ff = PositionwiseFeedForward(8, 16, dropout=1.0).double()
+def test_a_dropout_of_one_leaves_what_lies_beside_or_after_it_alone_and_in_evaluation_everything():
+    x, ff, sdpa = rand(2, 3, 8), PositionwiseFeedForward(8, 16, 1.0).double(), ScaledDotProductAttention(1.0)
     same(ff(x), ff.w_2.bias.expand_as(x))
+    same(SublayerConnection(8, 1.0).double()(x, torch.sin), x)
     same(PositionalEncoding(8, dropout=1.0).double()(x), torch.zeros_like(x))
+    for fused in (False, True):
+        set_fused(sdpa, fused)
+        same(sdpa.train()(x, x, x)[0], torch.zeros_like(x))
+        same(sdpa.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 
 def test_encoder_and_decoder_layer_equal_pytorch():
-    src, tgt, causal = rand(3, 6, 8), rand(3, 4, 8), subsequent_mask(4)
-    src_padding, tgt_padding = (torch.arange(n) < torch.tensor([[n], [2], [3]]) for n in (6, 4))
+    src, tgt, src_padding, tgt_padding, causal = padded_batch()
     for norm_first, fused in itertools.product((True, False), (False, True)):
-        sizes, order = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first)
-        ours, theirs = twins(EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **order))
-        set_fused(ours, fused)
-        same_with_gradients(ours, [ours(src, src_padding)], theirs, [theirs(src, None, ~src_padding)], [src])
-
-        ours, theirs = twins(DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **order))
-        set_fused(ours, fused)
-        output = ours(tgt, src, src_padding, causal & tgt_padding[:, None])
-        wanted = theirs(tgt, src, ~causal[0], None, ~tgt_padding, ~src_padding)
-        same_with_gradients(ours, [output], theirs, [wanted], [tgt, src])
+        sizes, options = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first)
+        encoder, decoder = EncoderLayer(*sizes, norm_first), DecoderLayer(*sizes, norm_first)
+        set_fused(nn.ModuleList([encoder, decoder]), fused)
+        compare(encoder, (src, src_padding), nn.TransformerEncoderLayer(*sizes, **options), (src, None, ~src_padding))
+        compare(decoder, (tgt, src, src_padding, causal & tgt_padding[:, None]),
+                nn.TransformerDecoderLayer(*sizes, **options), (tgt, src, ~causal[0], None, ~tgt_padding, ~src_padding))
 
 
 # --- model.py
@@ -571,6 +532,7 @@ def test_model_py_prints_the_shapes_on_the_way_and_counts_every_parameter():
     sizes = dict(d_model=32, num_heads=4, num_layers=1, d_ff=64, max_len=10)
     models = TransformerClassifier(20, num_classes=2, **sizes), make_model(20, 20, **sizes)
     blocks = re.split(r"^(?=\w)", printed("model.py"), flags=re.M)[1:]
+    assert len(blocks) == len(models)
     for model, block, reads in zip(models, blocks, ("(2, 7)", "(2, 7) and (2, 5)")):
         title, *lines = block.splitlines()
         total, shown = sum(p.numel() for p in model.parameters()), 0
@@ -578,11 +540,11 @@ def test_model_py_prints_the_shapes_on_the_way_and_counts_every_parameter():
         for name, kind, *shapes, count in map(str.split, lines):
             module, length = model.get_submodule(name), 5 if name.startswith(("tgt", "dec", "gen")) else 7
             weights = f" and {(2, 4, length, 7 if 'cross' in name else length)}" if kind == "MultiHeadAttention" else ""
-            outputs = {"classify": (2, 2), "generator": (2, 5, 20)}
-            assert type(module).__name__ == kind, name
-            assert " ".join(shapes) == f"{outputs.get(name, (2, length, 32))}{weights}", name
-            assert int(count.replace(",", "")) == sum(p.numel() for p in module.parameters()), name
-            shown += int(count.replace(",", ""))
+            output = {"classify": (2, 2), "generator": (2, 5, 20)}.get(name, (2, length, 32))
+            learned = sum(p.numel() for p in module.parameters())
+            assert (kind, count) == (type(module).__name__, f"{learned:,}"), name
+            assert " ".join(shapes) == f"{output}{weights}", name
+            shown += learned
         assert shown == total
 
 
@@ -618,20 +580,17 @@ def test_defaults_are_those_that_the_text_promises():
 
 
 def test_encoder_and_decoder_equal_pytorchs_transformer():
-    src, tgt, causal = rand(3, 6, 8), rand(3, 4, 8), subsequent_mask(4)
-    src_padding, tgt_padding = (torch.arange(n) < torch.tensor([[n], [2], [3]]) for n in (6, 4))
+    src, tgt, src_padding, tgt_padding, causal = padded_batch()
     for norm_first, fused in itertools.product((True, False), (False, True)):
         sizes, order, nothing = (8, 2, 16, 0.0), dict(batch_first=True, norm_first=norm_first), nn.Identity()
         closing = (lambda: nn.LayerNorm(8)) if norm_first else lambda: None  # theirs would close post-norm layers too
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(*sizes, **order), 2, closing(), False)
         decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(*sizes, **order), 2, closing())
-        ours, theirs = twins(EncoderDecoder(Encoder(2, *sizes, norm_first), Decoder(2, *sizes, norm_first),
-                                            nothing, nothing, nothing),
-                             nn.Transformer(8, 2, batch_first=True, custom_encoder=encoder, custom_decoder=decoder))
+        ours = EncoderDecoder(Encoder(2, *sizes, norm_first), Decoder(2, *sizes, norm_first), nothing, nothing, nothing)
         set_fused(ours, fused)
-        output = ours(src, tgt, src_padding, causal & tgt_padding[:, None])
-        wanted = theirs(src, tgt, None, ~causal[0], None, ~src_padding, ~tgt_padding, ~src_padding)
-        same_with_gradients(ours, [output], theirs, [wanted], [src, tgt])
+        compare(ours, (src, tgt, src_padding, causal & tgt_padding[:, None]),
+                nn.Transformer(8, 2, batch_first=True, custom_encoder=encoder, custom_decoder=decoder),
+                (src, tgt, None, ~causal[0], None, ~src_padding, ~tgt_padding, ~src_padding))
 
 
 def test_pre_norm_has_one_closing_norm_and_post_norm_none():
@@ -651,22 +610,14 @@ def test_every_dropout_has_the_rate_asked_for():
     same(model(ids, ids, None, None), model(ids, ids, None, None))
 
 
-def test_models_return_logits():
-    model, classifier, ids = small_model(), small_classifier(), torch.tensor([[4, 5, 6], [7, 4, 5]])
-    before = model(ids, ids, None, None), classifier(ids)[0]
-    model.generator.weight.data *= 30  # the biases are zero, so logits grow in proportion; probabilities could not
-    classifier.classify.weight.data *= 30
-    same([model(ids, ids, None, None), classifier(ids)[0]], [30 * x for x in before], atol=1e-9)
-
-
-def test_the_model_is_embedding_positions_encoder_decoder_and_generator():
+def test_the_model_is_embedding_positions_encoder_decoder_and_a_linear_generator():
     model, src, tgt = small_model(), torch.tensor([[4, 5, 6, 0]]), torch.tensor([[2, 7, 8]])
     src_mask, tgt_mask = make_padding_mask(src), make_target_mask(tgt)
     positions = PositionalEncoding(8).table[:4].double()
     memory = model.encoder(model.src_embed[0](src) + positions, src_mask)
     states = model.decoder(model.tgt_embed[0](tgt) + positions[:3], memory, src_mask, tgt_mask)
-    same(model(src, tgt, src_mask, tgt_mask), model.generator(states))
     same(model.decode(model.encode(src, src_mask), src_mask, tgt, tgt_mask), states)
+    same(model(src, tgt, src_mask, tgt_mask), states @ model.generator.weight.T + model.generator.bias)  # logits
 
 
 def test_the_classifier_reads_the_first_token_and_returns_each_layers_weights():
@@ -681,42 +632,29 @@ def test_the_classifier_reads_the_first_token_and_returns_each_layers_weights():
     assert model(ids)[1] == [None, None]
 
 
-def test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_more_padding():
-    for norm_first in (True, False):
-        classifier, model = small_classifier(norm_first=norm_first), small_model(norm_first=norm_first)
-
-        def results(src, tgt):
-            masks = make_padding_mask(src), make_target_mask(tgt)
-            return classifier(src, masks[0])[0], model(src, tgt, *masks)
-        src, tgt = torch.tensor([[4, 5, 6, 0], [7, 8, 9, 10]]), torch.tensor([[2, 7, 8], [2, 4, 0]])
-        both, alone = results(src, tgt), results(src[:1, :3], tgt[:1])
-        same([both[0][:1], both[1][:1]], list(alone))
-        longer = results(F.pad(src, (0, 5)), F.pad(tgt, (0, 4)))
-        same([longer[0], longer[1][:, :3]], list(both))
-
-
-def test_tokens_under_source_padding_change_nothing_and_get_no_weight():
-    model, tgt = small_model(), torch.tensor([[2, 4, 5], [2, 6, 0]])
-    src = torch.tensor([[4, 5, 6, 0, 0], [7, 0, 0, 0, 0]])
-    mask = make_padding_mask(src)
-    before = model(src, tgt, mask, make_target_mask(tgt))
+def test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding():
+    src, tgt = torch.tensor([[4, 5, 6, 0], [7, 8, 9, 10]]), torch.tensor([[2, 7, 8], [2, 4, 0]])
+    longer_src, longer_tgt = F.pad(src, (0, 5)), F.pad(tgt, (0, 4))
+    for norm_first, make in itertools.product((True, False), (small_classifier, small_model)):
+        model = make(norm_first=norm_first)
+        both = run_model(model, src, tgt)
+        same(run_model(model, src[:1, :3], tgt[:1]), both[:1])
+        same(run_model(model, longer_src, longer_tgt)[:, :3], both)  # three classes, or the first three positions
     for layer in model.decoder.layers:
-        assert layer.cross_attn.attn.shape == (2, 2, 3, 5)
-        assert (layer.cross_attn.attn > 0).equal(mask.expand(2, 2, 3, 5))
-    same(model(src.where(mask[:, 0, 0], torch.tensor(9)), tgt, mask, make_target_mask(tgt)), before)
+        assert (layer.cross_attn.attn > 0).equal(make_padding_mask(longer_src).expand(2, 2, 7, 9))
 
 
 def test_the_decoder_cannot_see_the_future():
+    src, tgt = torch.tensor([[4, 5, 6]]), torch.tensor([[2, 4, 5, 6, 7]])
     for norm_first, t in itertools.product((True, False), range(1, 5)):
-        model, src, tgt = small_model(norm_first=norm_first), torch.tensor([[4, 5, 6]]), torch.tensor([[2, 4, 5, 6, 7]])
-        changed = tgt.clone()
+        model, changed = small_model(norm_first=norm_first), tgt.clone()
         changed[0, t:] = 9
-        a, b = (model(src, x, make_padding_mask(src), make_target_mask(x)) for x in (tgt, changed))
-        same(a[:, :t], b[:, :t])
-        assert differs(a[:, t], b[:, t])
+        before, after = run_model(model, src, tgt), run_model(model, src, changed)
+        same(before[:, :t], after[:, :t])
+        assert differs(before[:, t], after[:, t])
 
 
-def test_fresh_weights():
+def test_fresh_matrices_have_their_deviation_and_no_two_are_equal_or_shared():
     sizes = dict(d_model=32, num_heads=4, d_ff=64)
     for model in (small_model(200, **sizes), small_classifier(vocab_size=200, **sizes)):
         for m in model.modules():
@@ -738,36 +676,32 @@ def test_weights_of_a_model_with_a_shorter_table_load_into_one_with_a_longer():
         short, long = make(max_len=5), make(max_len=12)
         assert not [name for name in short.state_dict() if "table" in name]
         long.load_state_dict(short.state_dict())
-        a, b = (m(ids)[0] if make is small_classifier else m(ids, ids, None, None) for m in (short, long))
-        same(a, b)
+        same(run_model(short, ids, ids), run_model(long, ids, ids))
 
 
-def test_whole_models_run_in_every_float_type_with_blocked_rows():
-    ids = torch.tensor([[4, 5, 6, 0], [0, 0, 0, 0]])  # the second text is padding alone
-    for dtype, fused in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (False, True)):
-        for model in (small_model(num_layers=1).to(dtype), small_classifier(num_layers=1).to(dtype)):
-            set_fused(model, fused)
-            masks = make_padding_mask(ids), make_target_mask(ids)
-            with torch.autograd.set_detect_anomaly(True):
-                logits = model(ids, ids, *masks) if isinstance(model, EncoderDecoder) else model(ids, masks[0])[0]
-                logits.square().mean().backward()
-            assert logits.dtype == dtype and logits.isfinite().all()
-            assert all(p.grad.isfinite().all() for p in model.parameters())
+def test_blocked_rows_give_no_nan_in_any_float_type_even_in_between():
+    ids = torch.tensor([[4, 5, 6, 0], [0, 0, 0, 0]])  # the second text is padding alone; a loss may ignore it
+    for dtype, fused, make, read in itertools.product(FLOATS, (False, True), (small_model, small_classifier), (1, 2)):
+        model = make(num_layers=1).to(dtype)
+        set_fused(model, fused)
+        with torch.autograd.set_detect_anomaly(True):
+            logits = run_model(model, ids, ids)
+            logits[:read].square().mean().backward()
+        assert logits.dtype == dtype and logits.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_every_tensor_follows_the_device_of_its_input():
     ids, meta = torch.tensor([[4, 5, 0], [6, 0, 0]]), torch.ones(2, 3, dtype=torch.long, device="meta")
-    masks = make_padding_mask(meta), make_target_mask(meta)  # "meta" is a device without numbers
-    logits = small_model().to("meta")(meta, meta, *masks), small_classifier().to("meta")(meta, masks[0])[0]
-    assert all(x.device.type == "meta" for x in (*masks, *logits, subsequent_mask(3, device="meta")))
-    model = small_model()
-
-    def results():
-        return (make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)), greedy_decode(model, ids, 4),
-                beam_decode(model, ids, 4))
-    wanted = results()
-    with torch.device("meta"):  # now a tensor made without a word about its device would not mix with the others
-        same(results(), wanted)
+    for tensor in (make_padding_mask(meta), make_target_mask(meta), subsequent_mask(3, device="meta"),
+                   *(run_model(make().to("meta"), meta, meta) for make in (small_model, small_classifier))):
+        assert tensor.device.type == "meta"  # a device without numbers
+    model, results = small_model(), []
+    for default in "cpu", "meta":  # a tensor made on the default device would not mix with the others
+        with torch.device(default):
+            results.append([make_target_mask(ids), model(ids, ids, None, make_target_mask(ids)),
+                            greedy_decode(model, ids, 4), beam_decode(model, ids, 4)])
+    same(*results)
 
 
 def log_probabilities(model, row, tgt, allowed, pad=PAD):
@@ -811,45 +745,35 @@ def eager_model(seed, bos=BOS, eos=EOS, pad=PAD, unk=UNK, **options):
     return model
 
 
-def test_greedy_decode_equals_a_slow_loop_over_rows_with_and_without_cache():
+def test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_each_row_alone():
     steps = []  # at how many different steps a batch's rows ended
-    for norm_first, seed in itertools.product((True, False), (4, 6)):
-        model = eager_model(seed, norm_first=norm_first)
-        wanted = slow_decode(model, SRC, 8)
-        for use_cache in (True, False):
-            with counted(model, "decode") as decode:
-                same(greedy_decode(model, SRC, 8, use_cache=use_cache), wanted)
-            assert decode.call_count == wanted.size(1)  # it stops with the last row
-            same(beam_decode(model, SRC, 8, 1, use_cache=use_cache), wanted)
-        steps.append(len(set((wanted != PAD).sum(1).tolist())))
-    assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
-
-
-def test_beam_decode_equals_a_slow_search_with_and_without_cache_and_each_row_alone():
-    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (2, 3)):
+    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (1, 3)):
         model = eager_model(seed, norm_first=norm_first)
         wanted = slow_decode(model, SRC, 6, beams)
-        for use_cache in (True, False):
-            same(beam_decode(model, SRC, 6, beams, use_cache=use_cache), wanted)
-        for row, tokens in zip(SRC, wanted):
-            alone = beam_decode(model, row[row != PAD][None] if row.any() else row[None], 6, beams)
-            same(alone, tokens[tokens != PAD][None])
+        steps.append(len(set((wanted != PAD).sum(1).tolist())))
+        decoders = [functools.partial(beam_decode, beams=beams)] + ([greedy_decode] if beams == 1 else [])
+        for decode_all, use_cache in itertools.product(decoders, (True, False)):
+            with counted(model, "decode") as decode:
+                same(decode_all(model, SRC, 6, use_cache=use_cache), wanted)
+            assert beams > 1 or decode.call_count == wanted.size(1)
+        for decode_all, (row, tokens) in itertools.product(decoders, zip(SRC, wanted)):  # it stops with the last row
+            row = row[row != PAD] if row.any() else row
+            same(decode_all(model, row[None], 6), tokens[tokens != PAD][None])
+    assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
 
 
 def test_beam_decode_finds_the_best_of_all_sequences_when_there_is_a_beam_for_each():
     allowed, lengths = [EOS, 4, 5, 6], set()
     everything = [s for n in (1, 2, 3) for s in itertools.product(allowed, repeat=n)
                   if EOS not in s[:-1] and (n == 3 or s[-1] == EOS)]
-    for norm_first, seed in itertools.product((True, False), range(3)):
-        model, src = eager_model(seed, vocab=7, norm_first=norm_first), torch.tensor([[4, 5, 6, 6], [5, 6, 0, 0]])
-        for row in src:
-            log_p = log_probabilities(model, row, [[BOS, *s, PAD, PAD][:3] for s in everything], allowed).tolist()
-            means = [statistics.mean(of_step[allowed.index(token)] for of_step, token in zip(steps, s))
-                     for steps, s in zip(log_p, everything)]
-            best = everything[means.index(max(means))]
-            lengths.add(len(best))
-            for use_cache in (True, False):
-                assert beam_decode(model, row[None], 3, len(everything), use_cache=use_cache).tolist() == [[*best]]
+    for norm_first, seed, row in itertools.product((True, False), range(3), torch.tensor([[4, 5, 6, 6], [5, 6, 0, 0]])):
+        model = eager_model(seed, vocab=7, norm_first=norm_first)
+        log_p = log_probabilities(model, row, [[BOS, *s, PAD, PAD][:3] for s in everything], allowed).tolist()
+        means = [statistics.mean(of_step[allowed.index(token)] for of_step, token in zip(steps, s))
+                 for steps, s in zip(log_p, everything)]
+        best = everything[means.index(max(means))]
+        lengths.add(len(best))
+        assert beam_decode(model, row[None], 3, len(everything)).tolist() == [[*best]]
     assert lengths == {1, 2, 3}
 
 
@@ -890,26 +814,11 @@ def test_both_decoders_tell_close_logits_apart_in_bfloat16():
             assert decode_all(model, SRC[:1], 3).tolist() == [[7, 7, 7]]
 
 
-def test_beam_decode_needs_a_beam():
-    for beams in (0, -1):
-        raises(ValueError, f"beams ({beams})", beam_decode, small_model(), SRC, 3, beams)
-
-
 def test_both_decoders_take_other_special_ids():
     ids = dict(bos=5, eos=8, pad=9, unk=4)
     src, model = torch.where(SRC == PAD, 9, torch.where(SRC == 9, PAD, SRC)), eager_model(0, **ids)
     same(greedy_decode(model, src, 4, **ids), slow_decode(model, src, 4, **ids))
     same(beam_decode(model, src, 4, 3, **ids), slow_decode(model, src, 4, 3, **ids))
-
-
-def test_both_decoders_encode_once_and_decode_until_all_rows_end_or_max_len():
-    for word, steps in ((EOS, 1), (5, 9)):
-        model = small_model()
-        model.generator.bias.data[word] = 1e4
-        for decode_all in (greedy_decode, functools.partial(beam_decode, beams=1)):
-            with counted(model, "encode") as encode, counted(model, "decode") as decode:
-                assert decode_all(model, SRC, 9).tolist() == [[word] * steps] * len(SRC)
-            assert encode.call_count == 1 and decode.call_count == steps
 
 
 def test_decode_feeds_on_only_the_positions_that_the_cache_does_not_hold():
@@ -940,18 +849,26 @@ def test_both_decoders_run_in_evaluation_mode_without_a_graph_and_restore_every_
         assert [m.training for m in model.modules()][:-1] == modes[:-1] and torch.is_grad_enabled()
 
 
-def test_both_decoders_respect_max_len_and_the_table():
+def test_both_decoders_encode_once_and_end_at_max_len_fed_with_one_position_a_step_by_the_cache():
     model = small_model(max_len=7)
     model.generator.bias.data[EOS] = -1e4  # it never ends by itself
-    for decode_all in (greedy_decode, beam_decode):
-        for max_len, options in itertools.product((0, 1, 3, 7), ({}, dict(use_cache=True), dict(use_cache=False))):
-            with counted(model.decoder, "forward") as decoder:
-                assert decode_all(model, SRC, max_len, **options).shape == (5, max_len)
-            fed = [call.args[0].size(1) for call in decoder.call_args_list]
-            assert fed == ([1] * max_len if options.get("use_cache", True) else list(range(1, max_len + 1)))
-        with counted(model, "encode") as encode:
+    for decode_all, max_len, use_cache in itertools.product((greedy_decode, beam_decode), (0, 1, 3, 7), (True, False)):
+        with counted(model, "encode") as encode, counted(model.decoder, "forward") as decoder:
+            assert decode_all(model, SRC, max_len, use_cache=use_cache).shape == (5, max_len)
+        fed = [call.args[0].size(1) for call in decoder.call_args_list]
+        assert fed == ([1] * max_len if use_cache else list(range(1, max_len + 1)))
+        assert encode.call_count == 1
+
+
+def test_decoding_or_reading_more_than_the_table_holds_is_an_error_and_so_is_no_beam():
+    model = small_model(max_len=7)
+    with counted(model, "encode") as encode:
+        for decode_all in (greedy_decode, beam_decode):
             raises(ValueError, ["(8)", "(7)"], decode_all, model, SRC, 8)
-        assert not encode.called
+        for beams in (0, -1):
+            raises(ValueError, f"beams ({beams})", beam_decode, model, SRC, 3, beams)
+    assert not encode.called
+    for decode_all in (greedy_decode, beam_decode):
         raises(ValueError, [" 9 ", "(7)"], decode_all, model, torch.full((1, 9), 5), 3)
 
 
@@ -2454,84 +2371,61 @@ print(torch.cuda.is_initialized())
 # --- drills: ten bugs that learners really make, injected
 
 
-DRILLS = {}
-
-
-def drill(right, *tests):
-    """A decorator: what follows is a function or method with an injected bug, and these tests must notice it.
-
-    Its first argument is the right version; its docstring says what is wrong; in its name, - stands for _.
-    """
-    def register(wrong):
-        DRILLS[wrong.__name__.replace("_", "-")] = right, wrong, tests
-        return wrong
-    return register
-
-
-@drill(attention, test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
-def no_scale(right, query, *rest):
-    """scores not divided by sqrt(d_k)"""
-    return right(query * math.sqrt(query.size(-1)), *rest)
-
-
-@drill(MultiHeadAttention.split, test_merge_undoes_split_and_a_view_right_after_the_transpose_raises,
-       test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
-def split_view(right, self, x):
-    """heads split by a plain view"""
-    return x.reshape(x.size(0), self.num_heads, x.size(1), self.d_k)
-
-
-@drill(MultiHeadAttention.merge, test_merge_undoes_split_and_a_view_right_after_the_transpose_raises,
-       test_multi_head_attention_equals_a_slow_loop_over_samples_heads_and_queries)
-def merge(right, self, x):
-    """heads merged without the transpose"""
-    return x.reshape(x.size(0), x.size(2), self.d_model)
-
-
-@drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
-       test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_more_padding)
 def mask_axis(right, self, mask, batch, query, key):
-    """padding mask on the query axis, where it fits"""
     mask = right(self, mask, batch, query, key)
     return mask.transpose(-2, -1) if mask.size(-2) == 1 and query == key else mask
 
 
-@drill(MultiHeadAttention.prepare_mask, test_multi_head_attention_equals_pytorch_in_its_three_uses,
-       test_masks_of_every_allowed_rank_block_what_they_say)
-def mask_inverted(right, self, *args):
-    """True read as 'masked'"""
-    return ~right(self, *args)
-
-
-@drill(make_target_mask, test_padding_and_target_masks)
-def no_causal(right, ids, pad_idx=0):
-    """target mask without the causal half"""
-    return make_padding_mask(ids, pad_idx)
-
-
-@drill(train.shift, test_the_label_is_the_decoder_input_one_step_later)
-def no_shift(right, tgt):
-    """labels not shifted: the decoder input is the label"""
-    return tgt[:, :-1], tgt[:, :-1]
-
-
-@drill(greedy_decode, test_greedy_decode_equals_a_slow_loop_over_rows_with_and_without_cache)
-def bos_pad(right, *args, **options):
-    """decoding starts from PAD, not BOS"""
-    return right(*args, **{"bos": PAD, **options})
-
-
-@drill(PositionalEncoding.forward, test_positions_equal_a_literal_loop_over_the_formula,
-       test_shuffled_words_give_shuffled_results_without_positions_and_other_results_with_them)
-def no_positions(right, self, x):
-    """positions left out"""
-    return self.dropout(x)
-
-
-@drill(LayerNorm.forward, test_layer_norm_equals_pytorch)
-def layernorm(right, self, x):
-    """n - 1 deviation, eps outside the root (article 2)"""
+def article_2s_layer_norm(right, self, x):
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) * self.weight + self.bias
+
+
+# name: (what is wrong, the right function, what takes its place and is called with it first, tests that must notice it)
+DRILLS = {
+    "no-scale": (
+        "scores not divided by sqrt(d_k)",
+        attention, lambda right, query, *rest: right(query * math.sqrt(query.size(-1)), *rest),
+        [test_multi_head_attention_equals_a_slow_loop,
+         test_dot_products_have_variance_d_k_and_saturate_the_softmax_unless_scaled]),
+    "split-view": (
+        "heads split by a plain view",
+        MultiHeadAttention.split, lambda right, self, x: x.reshape(x.size(0), self.num_heads, x.size(1), self.d_k),
+        [test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop]),
+    "merge": (
+        "heads merged without the transpose",
+        MultiHeadAttention.merge, lambda right, self, x: x.reshape(x.size(0), x.size(2), self.d_model),
+        [test_merge_undoes_split, test_multi_head_attention_equals_a_slow_loop]),
+    "mask-axis": (
+        "padding mask on the query axis, where it fits",
+        MultiHeadAttention.prepare_mask, mask_axis,
+        [test_multi_head_attention_equals_pytorch_in_its_three_uses,
+         test_the_result_of_a_text_does_not_depend_on_its_batch_mates_or_on_padding]),
+    "mask-inverted": (
+        "True read as 'masked'",
+        MultiHeadAttention.prepare_mask, lambda right, self, *args: ~right(self, *args),
+        [test_multi_head_attention_equals_pytorch_in_its_three_uses,
+         test_masks_of_every_allowed_rank_and_type_block_what_they_say]),
+    "no-causal": (
+        "target mask without the causal half",
+        make_target_mask, lambda right, ids, pad_idx=0: make_padding_mask(ids, pad_idx),
+        [test_padding_causal_and_target_masks, test_the_decoder_cannot_see_the_future]),
+    "no-shift": (
+        "labels not shifted: the decoder input is the label",
+        train.shift, lambda right, tgt: (tgt[:, :-1], tgt[:, :-1]),
+        [test_the_label_is_the_decoder_input_one_step_later]),
+    "bos-pad": (
+        "decoding starts from PAD, not BOS",
+        greedy_decode, lambda right, *args, **options: right(*args, **{"bos": PAD, **options}),
+        [test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_each_row_alone]),
+    "no-positions": (
+        "positions left out",
+        PositionalEncoding.forward, lambda right, self, x: self.dropout(x),
+        [test_positions_equal_a_literal_loop_over_the_formula,
+         test_shuffled_words_give_shuffled_results_without_positions_and_other_results_with_them]),
+    "layernorm": (
+        "n - 1 deviation, eps outside the root (article 2)",
+        LayerNorm.forward, article_2s_layer_norm,
+        [test_layer_norm_equals_pytorch])}
 
 
 def homes(function):
@@ -2544,7 +2438,7 @@ def homes(function):
 @contextlib.contextmanager
 def drilled(name):
     """Inside: this bug is in."""
-    right, wrong, _ = DRILLS[name]
+    _, right, wrong, _ = DRILLS[name]
     with contextlib.ExitStack() as bugs:
         for owner, key in homes(right):
             bugs.enter_context(swapped(owner, key, lambda *args, **options: wrong(right, *args, **options)))
@@ -2565,11 +2459,11 @@ def caught_by(tests):
 
 def test_every_drill_is_caught_by_its_tests_and_undone_afterwards():
     assert len(DRILLS) == 10
-    assert caught_by({test for _, _, tests in DRILLS.values() for test in tests}) == []
-    for name, (right, _, tests) in DRILLS.items():
+    assert caught_by({test for *_, tests in DRILLS.values() for test in tests}) == []
+    for name, (_, right, _, tests) in DRILLS.items():
         before = homes(right)
         with drilled(name):
-            assert caught_by(tests) == list(tests) and homes(right) == [], name
+            assert caught_by(tests) == tests and homes(right) == [], name
         assert before and homes(right) == before, name
 
 
@@ -2579,15 +2473,15 @@ def drills(names):
     print(f"The copy task on held-out data. Below each injected bug, which of {len(tests)} quick tests notice it.\n\n"
           f"{'drill':14} {'loss':>6} {'teacher-forced accuracy':>24} {'greedy exact match':>19}   injected bug")
     for name in ["unbroken", *names]:
-        _, wrong, own = DRILLS.get(name, (None, None, ()))
-        with working_directory(), drilled(name) if wrong else contextlib.nullcontext(), \
+        what, _, _, own = DRILLS.get(name, ("none", None, None, []))
+        with working_directory(), drilled(name) if own else contextlib.nullcontext(), \
                 swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
             run_train("--task", "copy")
             task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
             forced = train.evaluate_batches(task, model, [task.batch(task.toy_examples())], "cpu")
             failed = sorted(caught_by(tests), key=lambda test: test not in own)
         print(f"{name:14} {forced['loss']:6.3f} {forced['accuracy']:24.3f} {checkpoint['metrics']['accuracy']:19.3f}   "
-              f"{wrong.__doc__ if wrong else 'none'}")
+              f"{what}")
         more = f"  +{len(failed) - 2} more" if len(failed) > 2 else ""
         print("\n".join(f"      {test.__name__}" for test in failed[:2]) + more if failed else "      none", flush=True)
     return 0
@@ -2597,8 +2491,7 @@ def drills(names):
 
 
 def ratio(ours, theirs, rounds=5):
-    """Our time over theirs: the median over rounds that run both, in turn first. CPU seconds, not those of the clock,
-    so that other programs on the machine count for less."""
+    """Our CPU seconds over theirs: the median over rounds that run both, in turn first."""
     measured = []
     for i in range(rounds):
         seconds = {}
@@ -2610,75 +2503,69 @@ def ratio(ours, theirs, rounds=5):
     return statistics.median(measured)
 
 
-def stepping(module, forward):
-    """A training step: forward() of the module, backward, Adam."""
+def training_step(module, inputs):
+    """A function without arguments: forward, backward, Adam."""
     optimizer = torch.optim.Adam(module.parameters(), fused=True)
 
     def step():
         optimizer.zero_grad()
-        forward().sum().backward()
+        output = module(*inputs)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
         optimizer.step()
     return step
 
 
-class TheirTransformer(nn.Module):
-    """make_model with nn.Transformer in the middle."""
+class Transformer(nn.Transformer):
+    """nn.Transformer between embeddings and a generator."""
 
     def __init__(self, vocab, num_layers):
-        super().__init__()
+        super().__init__(512, 8, num_layers, num_layers, 2048, 0.0, batch_first=True, norm_first=True)
         self.embeds = nn.ModuleList(nn.Sequential(Embeddings(512, vocab), PositionalEncoding(512, dropout=0.0))
                                     for _ in range(2))
-        self.transformer = nn.Transformer(512, 8, num_layers, num_layers, 2048, 0.0, batch_first=True, norm_first=True)
         self.generator = nn.Linear(512, vocab)
 
-    def forward(self, src, tgt):
-        padding, causal = src == PAD, ~subsequent_mask(tgt.size(1))[0]
-        return self.generator(self.transformer(self.embeds[0](src), self.embeds[1](tgt), None, causal, None,
-                                               padding, tgt == PAD, padding))
+    def forward(self, src, tgt, src_padding, tgt_padding, causal):
+        src, tgt = self.embeds[0](src), self.embeds[1](tgt)
+        return self.generator(super().forward(src, tgt, None, causal, None, src_padding, tgt_padding, src_padding))
 
 
 def comparisons():
     """(name, reference, a call of ours, a call of theirs, the ratio to stay below)."""
-    def both(fused, *modules):
-        set_fused(modules[0], fused)
-        return (*modules, "fused" if fused else "formula")
+    def training(name, fused, target, ours, our_inputs, theirs, their_inputs):
+        set_fused(ours, fused)
+        return (f"{name}, {'fused' if fused else 'formula'}", f"nn.{type(theirs).__name__}",
+                training_step(ours, our_inputs), training_step(theirs, their_inputs), target)
 
-    for fused, (batch, length), target in ((False, (32, 128), 1.05), (True, (32, 128), 0.95), (True, (8, 1024), 0.90)):
-        ours, theirs, how = both(fused, MultiHeadAttention(512, 8, 0.0),
-                                 nn.MultiheadAttention(512, 8, 0.0, batch_first=True))
-        x = torch.randn(batch, length, 512)
-        mask = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1))
-        yield (f"MultiHeadAttention, padding, ({batch}, {length}), {how}", "nn.MultiheadAttention",
-               stepping(ours, lambda: ours(x, x, x, mask)[0]),
-               stepping(theirs, lambda: theirs(x, x, x, ~mask, not fused, average_attn_weights=False)[0]), target)
+    for fused, batch, length, target in ((False, 32, 128, 1.05), (True, 32, 128, 0.95), (True, 8, 1024, 0.90)):
+        x, mask = torch.randn(batch, length, 512), torch.arange(length) < length * (1 + torch.rand(batch, 1)) / 2
+        yield training(f"MultiHeadAttention, padding, ({batch}, {length})", fused, target,
+                       MultiHeadAttention(512, 8, 0.0), (x, x, x, mask),
+                       nn.MultiheadAttention(512, 8, 0.0, batch_first=True), (x, x, x, ~mask, not fused, None, False))
 
     x, memory, causal = torch.randn(16, 64, 512), torch.randn(16, 64, 512), subsequent_mask(64)
     for norm_first, fused in itertools.product((True, False), (False, True)):
-        sizes, options = (512, 8, 2048, 0.0), dict(batch_first=True, norm_first=norm_first)
-        ours, theirs, how = both(fused, EncoderLayer(*sizes, norm_first), nn.TransformerEncoderLayer(*sizes, **options))
-        order, target = "pre-norm" if norm_first else "post-norm", 1.05 if fused else 1.25
-        yield (f"EncoderLayer, {order}, {how}", "nn.TransformerEncoderLayer", stepping(ours, lambda: ours(x)),
-               stepping(theirs, lambda: theirs(x)), target)
-        ours, theirs, how = both(fused, DecoderLayer(*sizes, norm_first), nn.TransformerDecoderLayer(*sizes, **options))
-        yield (f"DecoderLayer, {order}, {how}", "nn.TransformerDecoderLayer",
-               stepping(ours, lambda: ours(x, memory, None, causal)),
-               stepping(theirs, lambda: theirs(x, memory, ~causal[0])), target)
+        for ours, theirs, our_inputs, their_inputs in (
+                (EncoderLayer, nn.TransformerEncoderLayer, (x,), (x,)),
+                (DecoderLayer, nn.TransformerDecoderLayer, (x, memory, None, causal), (x, memory, ~causal[0]))):
+            yield training(f"{ours.__name__}, {'pre' if norm_first else 'post'}-norm", fused, 1.05 if fused else 1.25,
+                           ours(512, 8, 2048, 0.0, norm_first), our_inputs,
+                           theirs(512, 8, 2048, 0.0, batch_first=True, norm_first=norm_first), their_inputs)
 
     for (batch, length), fused in itertools.product(((80, 10), (16, 64)), (False, True)):
-        ours, theirs, how = both(fused, make_model(1000, 1000, num_layers=2, dropout=0.0), TheirTransformer(1000, 2))
         src, tgt = torch.randint(4, 1000, (2, batch, length))
-        yield (f"seq2seq, 2 + 2 layers, ({batch}, {length}), {how}", "nn.Transformer",
-               stepping(ours, lambda: ours(src, tgt, make_padding_mask(src), make_target_mask(tgt)).log_softmax(-1)),
-               stepping(theirs, lambda: theirs(src, tgt).log_softmax(-1)), 1.00 if fused else 1.20)
+        yield training(f"seq2seq, 2 + 2 layers, ({batch}, {length})", fused, 1.00 if fused else 1.20,
+                       make_model(1000, 1000, num_layers=2, dropout=0.0),
+                       (src, tgt, make_padding_mask(src), make_target_mask(tgt)),
+                       Transformer(1000, 2), (src, tgt, src == PAD, tgt == PAD, ~subsequent_mask(length)[0]))
 
-    model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (1, 10))
+    model, src = make_model(1000, 1000, num_layers=2, dropout=0.0), torch.randint(4, 1000, (16, 10))
     model.generator.bias.data[EOS] = -1e9  # it never ends by itself
     for length, target in ((32, 0.55), (128, 0.30)):
-        yield (f"greedy_decode with cache, {length} tokens", "without cache", lambda: greedy_decode(model, src, length),
-               lambda: greedy_decode(model, src, length, use_cache=False), target)
-    src = torch.randint(4, 1000, (16, 10))
-    yield ("beam_decode with 4 beams, 16 x 32 tokens", "greedy_decode", lambda: beam_decode(model, src, 32),
-           lambda: greedy_decode(model, src, 32), 4.00)
+        yield (f"greedy_decode with cache, {length} tokens", "without cache",
+               lambda: greedy_decode(model, src[:1], length),
+               lambda: greedy_decode(model, src[:1], length, use_cache=False), target)
+    yield ("beam_decode with 4 beams, 16 x 32 tokens", "greedy_decode",
+           lambda: beam_decode(model, src, 32), lambda: greedy_decode(model, src, 32), 4.00)
 
 
 def bench():
