@@ -1575,7 +1575,8 @@ def test_a_closed_pipe_and_a_full_disk_end_the_process_without_a_traceback():  #
                 ("--device cpu --evaluate", "| true; exit ${PIPESTATUS[0]}", 141, ""),
                 ("--device cpu 1", ">/dev/full", 2, "translate.py: error: stdin or stdout: No space left on device\n")]:
             done = subprocess.run(["bash", "-c", f"'{sys.executable}' -W error '{HERE}/translate.py' {line} {shell}"],
-                                  capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                                  capture_output=True, text=True,
+                                  env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""})
             assert (done.returncode, done.stdout, done.stderr) == (status, "", message)
 
 
@@ -1618,8 +1619,9 @@ def test_run_meets_every_kind_of_stream_and_error():
             with swapped(sys, "stdout", stdout):
                 raises(SystemExit, status, train.run, train.main, argv)
         assert err.getvalue() == ""
-        with swapped(sys, "stderr", None), contextlib.redirect_stdout(io.StringIO()):
-            raises(SystemExit, "0", train.run, train.main, argv[2:])  # --device auto speaks on stderr
+        with swapped(sys, "stderr", None), contextlib.redirect_stdout(io.StringIO()) as out:
+            raises(SystemExit, "0", train.run, train.main, argv[2:])
+        assert "device:" not in out.getvalue()  # which --device auto says on stderr
 
 
 # --- translate.py
