@@ -2469,7 +2469,7 @@ def test_every_drill_is_caught_by_its_tests_and_undone_afterwards():
         assert before and homes(right) == before, name
 
 
-def drills(names):
+def drills(names, seed):
     """Trains the copy task with each injected bug, and prints what the usual figures and the quick tests make of it."""
     tests = [test for name, test in globals().items() if name.startswith("test_") and not hasattr(test, "slow")]
     print(f"The copy task on held-out data. Below each injected bug, which of {len(tests)} quick tests notice it.\n\n"
@@ -2478,7 +2478,7 @@ def drills(names):
         what, _, _, own = DRILLS.get(name, ("none", None, None, []))
         with working_directory(), drilled(name) if own else contextlib.nullcontext(), \
                 swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
-            run_train("--task", "copy")
+            run_train("--task", "copy", "--seed", str(seed))
             task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
             forced = train.evaluate_batches(task, model, [task.batch(task.toy_examples())], "cpu")
             failed = sorted(caught_by(tests), key=lambda test: test not in own)
@@ -2585,6 +2585,7 @@ def main(argv=None):
     parser.add_argument("--drills", nargs="?", const="all", metavar="NAME", choices=["all", *DRILLS],
                         help="train with injected bugs and see which tests notice: all, or one of "
                              f"{', '.join(DRILLS)} (default: off)")
+    parser.add_argument("--seed", type=int, default=42, help="of the drills' training (default: 42)")
     parser.add_argument("--bench", action="store_true",
                         help="measure our speed against PyTorch's modules, for minutes (default: off)")
     args = parser.parse_args(argv)
@@ -2597,7 +2598,7 @@ def main(argv=None):
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="matplotlib|pyparsing")  # old one on new one
     torch.set_num_threads(1)
     if args.drills:
-        return drills(DRILLS if args.drills == "all" else [args.drills])
+        return drills(DRILLS if args.drills == "all" else [args.drills], args.seed)
     if args.bench:
         return bench()
 
