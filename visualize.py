@@ -24,7 +24,7 @@ import shutil
 import sys
 import unicodedata
 import warnings
-from collections import Counter
+from collections import Counter, namedtuple
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,25 +98,19 @@ def positions_read(task, model, batch):
 # -------------------------------------------------------------------------------------------------------- the report
 
 
-class Head(NamedTuple):
-    """What one head does, over the queries of many inputs. A mean is over those queries that have a choice, and of
-    these over those that may look at the key in question; nan if there is none."""
-    kind: str             # of attention, as in attention_maps
-    layer: int            # from 1, as the number
-    number: int
-    entropy: float        # mean, divided by that of equal weights on the allowed keys
-    first: float          # mean weight on the first key
-    first_uniform: float  # the same as a multiple of what equal weights would put there
-    last: float
-    last_uniform: float
-    previous: float       # mean weight on the key at the place before the query's
-    same: float
-    next: float
-    padding: float        # weight on padding, in the worst row
-    future: float
-    sum_error: float      # what a row's sum is off by, in the worst row; the sum should be 1, for a fully masked row 0
-    nan: float            # how many there are
-    apart: list           # for each head of the layer, the mean share of the weight that lies elsewhere
+HEADINGS = {"entropy": "entropy", "first": "first", "first_uniform": "× uniform", "last": "last",
+            "last_uniform": "× uniform", "previous": "previous", "same": "same", "next": "next", "padding": "padding",
+            "future": "future", "sum_error": "sum error"}
+LEGEND = """\
+entropy: 1 if all keys that a query may look at get the same weight, 0 if one gets all. first, last: mean weight on the
+first and the last token; × uniform: how many times what equal weights would put there. previous, same, next: mean
+weight on the token one place before the query's, at it, one after. padding, future, sum error: in the worst row, the
+weight on padding and on tokens still to come, and how far the sum of the row is off. -: no query can look there.
+
+Attention is not an explanation: a weight says where a head looks, not why the model answers as it does."""
+# What one head does, over many inputs: its kind of attention, layer and number (from 1), the numbers that LEGEND tells
+# of, how many weights are nan, and for each head of the layer the mean share of the weight that lies elsewhere.
+Head = namedtuple("Head", ["kind", "layer", "number", *HEADINGS, "nan", "apart"])
 
 
 def head_statistics(kind, layer, weights, rows, columns, causal):
@@ -132,7 +126,8 @@ def head_statistics(kind, layer, weights, rows, columns, causal):
     free = choices > 1
 
     def mean_on(key):
-        """key (n), a place for each query -> mean weight there (heads), and that as a multiple of the uniform share."""
+        """key (n), a place for each query -> mean weight there (heads), and that as a multiple of the uniform share;
+        the mean is over the queries that have a choice and may look there, nan if there is none."""
         here = torch.arange(columns.size(1)) == key[:, None]     # (n, key)
         counted = free & (here & allowed).any(1)
         mean = (weights * here).sum(2)[:, counted].mean(1)
@@ -171,7 +166,7 @@ ADVICE = {
                "make_padding_mask on, and that every layer passes its mask on (article 1, 5 and 6.2).",
     "future": "up to {:.2g} of a row is on tokens still to come. Look at make_target_mask and subsequent_mask, and "
               "follow tgt_mask through the decoder (article 1, 3.3; article 2, 4.2).",
-    "uniform": "attention weights about equal (entropy {:.2f} of 1), as before training: nothing learned here. Does the "
+    "uniform": "attention weights about equal (entropy {:.2f} of 1), as before training: nothing learned. Does the "
                "loss fall (learning rate, warm-up, positions)? Look at the scaling in attention(): divided by d_k, not "
                "by its root, the scores are too small to choose (article 1, 3.2, 5 and 6.2).",
     "first": REST % "first",
@@ -230,17 +225,6 @@ def make_findings(problems, accuracy=0.0):
     return findings
 
 
-HEADINGS = {field: "× uniform" if field.endswith("_uniform") else field.replace("_", " ")
-            for field in Head._fields[3:14]}
-LEGEND = """\
-entropy: 1 if all keys that a query may look at get the same weight, 0 if one gets all. first, last: mean weight on the
-first and the last token; × uniform: how many times what equal weights would put there. previous, same, next: mean
-weight on the token one place before the query's, at it, one after. padding, future, sum error: in the worst row, the
-weight on padding and on tokens still to come, and how far the sum of the row is off. -: no query can look there.
-
-Attention is not an explanation: a weight says where a head looks, not why the model answers as it does."""
-
-
 def statistic_text(field, value):
     if math.isnan(value):
         return "-"
@@ -251,8 +235,10 @@ def statistic_text(field, value):
 
 def table(heads, untrained):
     """The statistics as lines of text: for each kind of attention a blank line and a heading, for each head two."""
+    widths = [max(5, len(text)) + 2 for text in HEADINGS.values()]
+
     def line(name, texts):
-        return f"{name:19}" + "".join(f"{text:>{max(5, len(over)) + 2}}" for text, over in zip(texts, HEADINGS.values()))
+        return f"{name:19}" + "".join(f"{text:>{width}}" for text, width in zip(texts, widths))
 
     for kind, pairs in itertools.groupby(zip(heads, untrained), key=lambda pair: pair[0].kind):
         yield from ("", line(kind, HEADINGS.values()))
@@ -276,11 +262,10 @@ class Subject:
     def __init__(self, name, path, device, text=None, source=None, data=None):
         self.path = Path(path or default_path(name))
         self.task, self.model, self.checkpoint = load_or_train(name, path, device)
-        known = (Sentiment, TransformerClassifier), (Seq2Seq, EncoderDecoder)
-        if not any(isinstance(self.task, task) and isinstance(self.model, model) for task, model in known):
+        self.classifies = isinstance(self.task, Sentiment) and isinstance(self.model, TransformerClassifier)
+        if not self.classifies and not (isinstance(self.task, Seq2Seq) and isinstance(self.model, EncoderDecoder)):
             raise ValueError(f"{self.path}: visualize.py does not know a {type(self.task).__name__} task with a "
                              f"{type(self.model).__name__}, only what is like Sentiment or Seq2Seq")
-        self.classifies = isinstance(self.task, Sentiment)
         option, text, other = ("--text", text, source) if self.classifies else ("--source", source, text)
         if other is not None:
             raise ValueError(f"{self.path} holds a {self.checkpoint['task']} model: give it a {option}")
@@ -394,8 +379,6 @@ def numbered(words):
     return labels
 
 
-# ------------------------------------------------------------------------------------------------------ the terminal
-
 SHADES, ASCII_SHADES = "░▒▓█", ".:*#"
 SHADED_FROM = 0.10, 0.25, 0.50, 0.75  # the weights
 
@@ -438,7 +421,7 @@ def fill(text, width):
 MASKED = dict(facecolor="0.93", edgecolor="0.7", hatch="////", linewidth=0)
 SIGNED = dict(cmap="RdBu_r", vmin=-1, vmax=1)  # colours for numbers round 0
 MOST_NUMBERED = 12  # tokens of a map that bears its numbers; a larger one is squeezed into the same side
-# In inches: the height of a cell that has room for a label, for a number, of a usual one; all maps of a picture together
+# In inches: a cell that has room for a label, for a number; a usual one; all maps of a picture together
 LABEL_CELL, NUMBER_CELL, USUAL_CELL, MOST_MAPS = 0.14, 0.25, 0.36, 28
 DPI = 100
 
@@ -482,7 +465,7 @@ def draw_map(ax, values, rows, columns, masked=None, cell=0.4, texts=None, cmap=
         return image
     brightness = image.to_rgba(image.get_array())[..., :3] @ (0.299, 0.587, 0.114)
     for i, j in itertools.product(range(len(rows)), range(len(columns))):
-        number = f"{round(values[i, j].item(), 2) + 0:g}"  # 0.273 -> .27, -0.001 -> 0, -inf -> −∞
+        number = f"{round(values[i, j].item(), 2) + 0:.2f}".replace(".00", "")  # 0.273 -> .27, -0.001 -> 0, -inf -> −∞
         number = re.sub(r"\b0\.", ".", number).replace("-", "−").replace("inf", "∞")
         style = dict(color="white" if brightness[i, j] < 0.5 else "black")
         if hidden[i, j]:
@@ -601,7 +584,7 @@ def draw_training(subjects):
             ax.plot(steps, [entry[key] for entry in history], "C1s--", label="validation set", markersize=4)
             ax.set(title=f"{subject.checkpoint['task']}: {name}", xlabel="step", ylabel=name)
             ax.grid(alpha=0.3)
-            ax.legend(frameon=False)
+            ax.legend(frameon=False, loc="center right")
         left.set_ylim(bottom=0)
         right.set_ylim(-0.02, 1.02)
     return figure
@@ -620,7 +603,7 @@ def draw_heads(subjects):
     cell = min(0.27, MOST_MAPS / len(names))
     title = "what each head does; in brackets: before training; an error would be red"
     figure, axes, bar = axes_grid(title, 1, 1, 0.9 * len(fields), cell * len(names), 0, 0)
-    image = draw_map(axes[0, 0], values, names, [HEADINGS[field] for field in fields], values.isnan(), cell, texts)
+    image = draw_map(axes[0, 0], values.nan_to_num(), names, [HEADINGS[field] for field in fields], values.isnan(), cell, texts)
     axes[0, 0].tick_params(axis="x", rotation=0)
     figure.colorbar(image, cax=bar, label="share")
     return figure
@@ -680,15 +663,14 @@ def font_families(text):
 def save_pictures(subjects, out):
     """Write the pictures into the folder out, name them on stdout -> their paths. They depend on nothing of the user's
     matplotlib, neither on MPLBACKEND nor on a matplotlibrc."""
-    backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
+    backend = os.environ.pop("MPLBACKEND", "")  # a name that matplotlib does not know would end its import
     try:
         import matplotlib.style
     except ImportError as error:
         print_notice(f"no pictures: {error}; pip install matplotlib")
         return []
     finally:
-        if backend is not None:
-            os.environ["MPLBACKEND"] = backend
+        os.environ["MPLBACKEND"] = backend  # empty is as good as none
     paths = []
     with matplotlib.style.context("default"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph|Matplotlib currently does not support")  # our notice said it
@@ -730,7 +712,7 @@ def main(argv=None):
     parser.add_argument("--text", help=f"what a classifier reads (default: {TEXT})")
     parser.add_argument("--source", help=f"what the copy or translation model reads (default: {SOURCE})")
     parser.add_argument("--checkpoint", type=file_path, metavar="PATH", help="this model alone; without --text or "
-                        "--source it reads one of its validation set (default: checkpoints/sentiment.pt and "
+                        "--source it reads a validation example (default: checkpoints/sentiment.pt and "
                         "checkpoints/copy.pt, trained first if they are not there)")
     parser.add_argument("--data", type=file_path, metavar="FILE", help="measure on these lines, as train.py reads them "
                         "(default: the toys' validation sets); needs --checkpoint")
