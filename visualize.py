@@ -97,7 +97,6 @@ def positions_read(task, model, batch):
 
 # -------------------------------------------------------------------------------------------------------- the report
 
-
 HEADINGS = {"entropy": "entropy", "first": "first", "first_uniform": "× uniform", "last": "last",
             "last_uniform": "× uniform", "previous": "previous", "same": "same", "next": "next", "padding": "padding",
             "future": "future", "sum_error": "sum error"}
@@ -603,7 +602,8 @@ def draw_heads(subjects):
     cell = min(0.27, MOST_MAPS / len(names))
     title = "what each head does; in brackets: before training; an error would be red"
     figure, axes, bar = axes_grid(title, 1, 1, 0.9 * len(fields), cell * len(names), 0, 0)
-    image = draw_map(axes[0, 0], values.nan_to_num(), names, [HEADINGS[field] for field in fields], values.isnan(), cell, texts)
+    headings = [HEADINGS[field] for field in fields]
+    image = draw_map(axes[0, 0], values.nan_to_num(), names, headings, values.isnan(), cell, texts)
     axes[0, 0].tick_params(axis="x", rotation=0)
     figure.colorbar(image, cax=bar, label="share")
     return figure
