@@ -2010,7 +2010,7 @@ def test_visualize_writes_ten_pictures_and_the_report_names_and_shows_them():
 @slow
 def test_report_tells_answers_what_is_measured_and_how_to_read_it():
     out, report = drawn()[1], drawn()[3]["report.txt"].decode()
-    assert re.match(r"so dull -> negative \(\d+\.\d%\)\n3 1 3 -> 3 1 3\n\ncross attention, layer 1, mean of 2 head", out)
+    assert re.match(r"so dull -> negative \(\d+\.\d%\)\n3 1 3 -> 3 1 3\n\ncross attention, layer 1, mean of 2", out)
     for text in ["sentiment.pt: measured on 216 of 216 validation examples; accuracy after training 100.0%\n\nclassif",
                  "copy.pt: measured on 250 of 1,000 validation examples; greedy exact match after training 100.0%",
                  "before training", "every row sums to 1\n\ncheckpoints", visualize.LEGEND]:

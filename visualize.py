@@ -213,8 +213,8 @@ def make_findings(problems, accuracy=0.0):
             continue
         layers = {}
         for head, _ in found:
-            layers.setdefault(head.layer, {})[str(head.number)] = None  # a dict: each once, in order
-        places = "; ".join(f"layer {layer}, head{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+            layers.setdefault(head.layer, set()).add(head.number)
+        places = "; ".join(f"layer {layer}, head{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
                            for layer, numbers in layers.items())
         level = "error" if name in LIMITS else "hint"
         finding = f"{level}: {kind}, {places}: {ADVICE[name].format(max(value for _, value in found))}"
@@ -250,13 +250,8 @@ def table(heads, untrained):
 
 
 class Subject:
-    """A model and what is to be seen of it:
-
-    question, answer        a text, and what the model makes of it
-    maps, maps_before       {kind: Map} of that text: from the model, and from the model before training
-    heads, heads_before     [Head] over many inputs, likewise
-    findings                what the report finds in them
-    """
+    """A model and what is to be seen of it: a question and its answer; maps, {kind: Map} of that question; heads, [Head]
+    over many inputs; maps_before and heads_before, the same before training; findings, lines of the report."""
 
     def __init__(self, name, path, device, text=None, source=None, data=None):
         self.path = Path(path or default_path(name))
@@ -640,8 +635,7 @@ def draw_all(subjects):
 
 
 def font_families(text):
-    """Names of fonts that together can draw the text: matplotlib takes a sign that one lacks from the next. A notice
-    names the signs that no installed font has."""
+    """Fonts that together can draw the text: matplotlib takes a sign that one lacks from the next."""
     from matplotlib import font_manager, ft2font
     families = ["DejaVu Sans"]  # comes with matplotlib
     missing = set(map(ord, text)) - set(ft2font.FT2Font(font_manager.findfont("DejaVu Sans")).get_charmap())
@@ -661,8 +655,8 @@ def font_families(text):
 
 
 def save_pictures(subjects, out):
-    """Write the pictures into the folder out, name them on stdout -> their paths. They depend on nothing of the user's
-    matplotlib, neither on MPLBACKEND nor on a matplotlibrc."""
+    """Write the pictures into the folder out, name them on stdout -> their paths. Neither MPLBACKEND nor a matplotlibrc
+    changes them."""
     backend = os.environ.pop("MPLBACKEND", "")  # a name that matplotlib does not know would end its import
     try:
         import matplotlib.style
@@ -735,7 +729,7 @@ def main(argv=None):
         else:
             text, source = TEXT if args.text is None else args.text, SOURCE if args.source is None else args.source
             for name, asked, option in ("sentiment", text, "--text"), ("copy", source, "--source"):
-                options = recipe_options(name)  # can it be read? Before the toys are trained
+                options = recipe_options(name)  # whether it can be read is known before the toys are trained
                 task = TASKS[name].read(options)
                 readable_ids(task, task.build(task.config(options)), asked, option, report_cut=str)
             subjects = [Subject("sentiment", None, device, text=text), Subject("copy", None, device, source=source)]
