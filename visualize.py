@@ -250,7 +250,7 @@ def table(heads, untrained):
 
 
 class Subject:
-    """A model and what is to be seen of it: a question and its answer; maps, {kind: Map} of that question; heads, [Head]
+    """A model and what is to be seen of it: question and answer; maps, {kind: Map} of that question; heads, the Heads
     over many inputs; maps_before and heads_before, the same before training; findings, lines of the report."""
 
     def __init__(self, name, path, device, text=None, source=None, data=None):
