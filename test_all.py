@@ -1898,8 +1898,8 @@ def test_statistics_are_those_of_a_slow_loop():
 
 def test_statistics_are_written_short_and_in_columns():
     for field, value, text in [("entropy", 0.126, "0.13"), ("first_uniform", 1.26, "1.3"), ("padding", 0.0, "0"),
-                               ("padding", 0.0012, "1e-03"), ("future", 0.25, "0.25"), ("last", float("nan"), "-"),
-                               ("sum_error", 0.005, "0.01")]:
+                               ("padding", 0.00123, "0.0012"), ("future", 1.0, "1"), ("last", float("nan"), "-"),
+                               ("sum_error", 3.21e-6, "3.2e-06")]:
         assert visualize.statistic_text(field, value) == text, field
     lines = list(visualize.table([ORDINARY, ORDINARY._replace(layer=2)], [ORDINARY._replace(entropy=0.75)] * 2))
     names = ["entropy", "first", "× uniform", "last", "× uniform", "previous", "same", "next", "padding", "future",
@@ -1982,34 +1982,48 @@ def test_pictures_are_those_of_the_text_and_frame_the_row_that_is_read():
 
 @functools.lru_cache(maxsize=None)
 def drawn():
-    """python visualize.py --show on the toys, with a backend that opens no window -> status, stdout, stderr, {name: the
-    bytes of a file in a/b}, how many figures were shown, how many are open afterwards."""
-    import matplotlib
-    from matplotlib import pyplot
-    shown = []
-    with with_toys(), matplotlib.rc_context(), swapped(pyplot, "get_backend", lambda: "windows"), \
-            swapped(pyplot, "show", lambda: shown.extend(pyplot.get_fignums())), \
-            mock.patch.dict(os.environ, MPLBACKEND="agg"):
-        result = call(visualize.main, "--device", "cpu", "--out", "a/b", "--text", "so dull", "--source", "3 1 3",
-                      "--show")
-        files = {path.name: path.read_bytes() for path in Path("a/b").iterdir()}
-        return *result, files, len(shown), len(pyplot.get_fignums())
+    """python -W error visualize.py --show on the toys, where a matplotlibrc and MPLBACKEND are hostile -> the finished
+    process, {name: the bytes of a file in a/b}."""
+    with with_toys():
+        Path("matplotlibrc").write_text("text.usetex: True\nimage.origin: lower\nfigure.autolayout: True\n"
+                                        "font.size: 20\nsavefig.facecolor: red\n", encoding="utf-8")
+        argv = ["--device", "cpu", "--out", "a/b", "--text", "so dull", "--source", "3 1 3", "--show"]
+        done = subprocess.run([sys.executable, "-W", "error", HERE / "visualize.py", *argv], capture_output=True,
+                              encoding="utf-8", env={**os.environ, "MPLBACKEND": "nonsense", "PYTHONUTF8": "1"})
+        assert done.returncode == 0, done.stderr
+        return done, {path.name: path.read_bytes() for path in Path("a/b").iterdir()}
 
 
 @slow
-def test_visualize_writes_ten_pictures_and_the_report_names_and_shows_them():
-    status, out, err, files, shown, left_open = drawn()
-    assert (status, err, shown, left_open) == (0, "", 10, 0)
+def test_visualize_writes_ten_pictures_and_the_report_and_names_them():
+    done, files = drawn()
     names = ["01_positional_encoding", "02_masks", "03_attention_steps", "04_classifier", "05_encoder", "06_decoder",
              "07_cross", "08_untrained", "09_training", "10_heads"]
     names = ["report.txt", *(f"{name}.png" for name in names)]
-    assert sorted(files) == sorted(names) and out.splitlines()[-11:] == [str(Path("a/b", name)) for name in names]
+    assert sorted(files) == sorted(names)
+    assert done.stdout.splitlines()[-11:] == [str(Path("a/b", name)) for name in names]
     assert all(files[name].startswith(b"\x89PNG") and len(files[name]) > 5000 for name in names[1:])
 
 
 @slow
+def test_pictures_depend_on_nothing_of_the_users_matplotlib_and_can_be_shown():
+    import matplotlib
+    from matplotlib import pyplot
+    assert re.fullmatch(r"--show: no windows \(.*nonsense.*\); the pictures are in a.b\n", drawn()[0].stderr)
+    shown = []
+    with working_directory(), matplotlib.rc_context(), mock.patch.dict(os.environ, MPLBACKEND="agg"), \
+            swapped(pyplot, "get_backend", lambda: "windows"), contextlib.redirect_stdout(io.StringIO()), \
+            swapped(pyplot, "show", lambda: shown.extend(pyplot.get_figlabels())), \
+            swapped(visualize, "draw_all", lambda subjects: [("02_masks.png", visualize.draw_masks())]):
+        paths = visualize.save_pictures([], Path())
+        visualize.show_pictures(paths)
+        assert Path("02_masks.png").read_bytes() == drawn()[1]["02_masks.png"]
+        assert shown == ["02_masks.png"] and not pyplot.get_fignums() and os.environ["MPLBACKEND"] == "agg"
+
+
+@slow
 def test_report_tells_answers_what_is_measured_and_how_to_read_it():
-    out, report = drawn()[1], drawn()[3]["report.txt"].decode()
+    out, report = drawn()[0].stdout, drawn()[1]["report.txt"].decode()
     assert re.match(r"so dull -> negative \(\d+\.\d%\)\n3 1 3 -> 3 1 3\n\ncross attention, layer 1, mean of 2", out)
     for text in ["sentiment.pt: measured on 216 of 216 validation examples; accuracy after training 100.0%\n\nclassif",
                  "copy.pt: measured on 250 of 1,000 validation examples; greedy exact match after training 100.0%",
@@ -2020,30 +2034,13 @@ def test_report_tells_answers_what_is_measured_and_how_to_read_it():
 
 @slow
 def test_terminal_map_shows_the_diagonal_of_copying():
-    lines = drawn()[1].splitlines()
+    lines = drawn()[0].stdout.splitlines()
     top = next(i for i, line in enumerate(lines) if line.split() == ["3", "1", "3·2", "<eos>"])
     for row in lines[top + 1:top + 5]:
         label, shades = row.split()[0], row[lines[top].find("3"):]
         darkest = max(range(len(shades)), key=lambda i: " ░▒▓█".index(shades[i]))
         assert lines[top][lines[top].find("3") + darkest:].split()[0] == label, (lines[top], row)
     assert lines[top + 6] == "3·2 is the second 3"
-
-
-@slow
-def test_pictures_depend_on_nothing_of_the_users_matplotlib():
-    script = ("import itertools, os, pathlib, visualize as v; draw_all, here = v.draw_all, pathlib.Path('.'); "
-              "v.draw_all = lambda subjects: itertools.islice(draw_all(subjects), 1, 2); "
-              "paths = v.save_pictures([], here); v.show_pictures(paths); "
-              "os.environ['MPLBACKEND'] = 'module://no_such_backend'; v.show_pictures(paths)")
-    with working_directory():
-        Path("matplotlibrc").write_text("text.usetex: True\nimage.origin: lower\nfigure.autolayout: True\n"
-                                        "font.size: 20\nsavefig.facecolor: red\n", encoding="utf-8")
-        result = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True,
-                                env={**os.environ, "MPLBACKEND": "nonsense", "PYTHONPATH": str(HERE)})
-        assert result.returncode == 0 and len(result.stderr.splitlines()) == 2, result.stderr
-        for line, backend in zip(result.stderr.splitlines(), ("nonsense", "no_such_backend")):
-            assert re.fullmatch(rf"--show: no windows \(.*{backend}.*\); the pictures are in \.", line), line
-        assert Path("02_masks.png").read_bytes() == drawn()[3]["02_masks.png"]
 
 
 def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
@@ -2102,11 +2099,11 @@ def test_maps_stand_in_a_grid_with_their_labels_at_its_edge():
     assert all(abs(box.width - 20 * 0.216) + abs(box.height - 1.3) < 1e-6 for box in boxes[:6])
     assert abs(boxes[1].x0 - boxes[0].x1 - 0.15) < 1e-6 and abs(boxes[0].y0 - boxes[3].y1 - 0.35) < 1e-6
     assert abs(boxes[6].x0 - boxes[5].x1 - 0.15) < 1e-6 and abs(boxes[6].height - 2.6) < 1e-6
-    assert [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel(), len(ax.lines)) for ax in figure.axes[:6]] == [
+    assert [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel(), len(ax.patches)) for ax in figure.axes[:6]] == [
         (f"{name}, head {h}", "looks at (key)" * below, "looks from (query)" * (h == 1), below)
         for name, below in (("one", 0), ("two", 1)) for h in (1, 2, 3)]
-    left, bottom, width, height = figure.axes[3].lines[0].get_path().get_extents().bounds
-    assert (left, bottom, width, height) == (-0.5, 0.5, 20, 1)
+    frame = figure.axes[3].patches[0].get_window_extent().transformed(figure.axes[3].transData.inverted())
+    assert [round(x, 6) for x in (frame.x0, frame.x1, *sorted((frame.y0, frame.y1)))] == [-0.5, 19.5, 0.5, 1.5]
 
 
 def test_the_first_three_pictures_show_what_they_tell():
@@ -2116,6 +2113,7 @@ def test_the_first_three_pictures_show_what_they_tell():
     waves = visualize.draw_positions()
     lines = [list(line.get_ydata()) for line in waves.axes[0].lines]
     assert lines == PositionalEncoding(20, max_len=100).table[:, 4:8].T.tolist()
+    assert [len(figure.axes) for figure in (waves, visualize.draw_masks(), visualize.draw_steps())] == [4, 7, 11]
     whole, alike = shown(waves)
     same([alike, alike.diagonal()], [whole @ whole.T / 32, torch.ones(100).double()], atol=1e-6)
     every, causal = torch.ones(4, 4).double(), torch.ones(4, 4).tril().double()
@@ -2143,7 +2141,7 @@ def test_training_and_heads_are_drawn_as_they_are():
     assert [label.get_text() for label in [*ax.get_yticklabels(), *ax.get_xticklabels()]] == [
         "cross, layer 1, head 1", "entropy", "first", "last", "previous", "same", "next", "padding", "future",
         "sum error"]
-    assert [text.get_text() for text in ax.texts] == ["0.50 (0.75)", *["0.20 (0.20)"] * 4, "0.50 (0)", "0 (0)", "0 (0)"]
+    assert [text.get_text() for text in ax.texts] == ["0.50 (0.75)", *["0.20 (0.20)"] * 4, "0.5 (0)", "0 (0)", "0 (0)"]
     colours = ax.images[0].to_rgba(ax.images[0].get_array(), bytes=True)[0]
     assert [i for i in range(9) if tuple(colours[i][:3]) == (255, 0, 0)] == [6] and colours[2][3] == 0
 
@@ -2208,14 +2206,19 @@ def test_a_model_of_other_data_is_drawn_and_measured_on_it():
 def test_signs_that_no_font_has_are_one_notice():
     from matplotlib import font_manager, ft2font
     signs = {"DejaVu": "abc", "Serif": "这电影", "Emoji": "这电影", "Small": "影", "Large": "电这", "None": "x"}
-    Font = lambda path: mock.Mock(family_name=path.split("-")[0],  # noqa: E731
-                                  get_charmap=lambda: dict.fromkeys(map(ord, signs[path.split("-")[0]])))
-    with swapped(ft2font, "FT2Font", Font), swapped(font_manager, "findfont", lambda name: "DejaVu-Regular"), \
+    added = []
+
+    def font(path):
+        name = path.split("-")[0]
+        return argparse.Namespace(family_name=name, get_charmap=lambda: dict.fromkeys(map(ord, signs[name])))
+
+    with swapped(ft2font, "FT2Font", font), swapped(font_manager, "findfont", lambda name: "DejaVu-Regular"), \
             swapped(font_manager, "findSystemFonts", lambda: [f"{name}-Regular" for name in list(signs)[1:]]), \
-            swapped(font_manager.fontManager, "addfont", lambda path: None), \
+            swapped(font_manager.fontManager, "addfont", added.append), \
             swapped(os.path, "getsize", lambda path: len(signs[path.split("-")[0]])), \
             contextlib.redirect_stderr(io.StringIO()) as err:
         assert visualize.font_families("这电影ab") == ["DejaVu Sans", "Large", "Small"] and not err.getvalue()
+        assert added == ["Large-Regular", "Small-Regular"]
         assert visualize.font_families("这我们x这") == ["DejaVu Sans", "Large", "None"]
         assert err.getvalue() == ("no installed font has 们我: boxes in the pictures; for Chinese, install for example "
                                   "fonts-noto-cjk\n")

@@ -228,7 +228,7 @@ def statistic_text(field, value):
     if math.isnan(value):
         return "-"
     if field in LIMITS:
-        return "0" if value == 0 else f"{value:.0e}" if value < 0.005 else f"{value:.2f}"
+        return f"{value:.2g}"
     return f"{value:.1f}" if field.endswith("_uniform") else f"{value:.2f}"
 
 
@@ -446,11 +446,10 @@ def draw_map(ax, values, rows, columns, masked=None, cell=0.4, texts=None, cmap=
                          f"{tuple(values.shape)}")
     values = values.float()
     hidden = torch.zeros_like(values, dtype=torch.bool) if masked is None else masked & (values <= 0)
-    over = values.isnan() | (values > 1.001 * vmax)
-    painted = values.clamp(vmin, vmax).masked_fill(over, 2 * vmax).masked_fill(hidden, math.nan)
+    painted = values.nan_to_num(2 * vmax).masked_fill(hidden, math.nan)
     ax.patch.set(**MASKED)
-    image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin, vmax=vmax,
-                      aspect="auto", interpolation="nearest")
+    image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin,
+                      vmax=1.001 * vmax, aspect="auto", interpolation="nearest")  # a weight of 1 may be rounded up
     ax.tick_params(length=0, pad=2)
     step = max(1, math.ceil(LABEL_CELL / cell))  # labels that would overlap are left out
     ax.set_xticks(range(0, len(columns), step), columns[::step], rotation=90 if max(map(cells, columns)) > 2 else 0)
@@ -559,9 +558,7 @@ def draw_grid(title, weights, rows, columns, masked, names, looks_from="", frame
         ax.set_xlabel("looks at (key)") if i == layers - 1 else ax.set_xticks([])
         ax.set_ylabel(f"looks from (query){looks_from}") if h == 0 else ax.set_yticks([])
         if i == layers - 1 and framed_row is not None:
-            top, bottom = framed_row - 0.5, framed_row + 0.5
-            ax.plot([-0.5, keys - 0.5, keys - 0.5, -0.5, -0.5], [top, top, bottom, bottom, top], "tab:cyan",
-                    linewidth=2.5, clip_on=False, scalex=False, scaley=False)
+            ax.axhspan(framed_row - 0.5, framed_row + 0.5, fill=False, ec="tab:cyan", linewidth=2.5, clip_on=False)
     figure.colorbar(image, cax=bar, label="attention weight")
     return figure
 
