@@ -1361,7 +1361,7 @@ def test_two_processes_make_the_run_of_one_and_resume_it():
         environment = dict(os.environ, TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
                            OMP_NUM_THREADS="1", PYTHONPATH=str(HERE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         code = "import test_all; test_all.train_as_a_rank()"
-        command = sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", "-c", code  # torch 2.6 leaves a folder
+        command = sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", "-c", code  # of torch 2.6 itself
         processes = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                       env=dict(environment, RANK=rank, LOCAL_RANK=rank)) for rank in "01"]
         try:
