@@ -1142,6 +1142,7 @@ def test_models_of_file_tasks():
     assert train.Task().score({"loss": 2.0, "accuracy": 0.9}) > train.Task().score({"loss": 1.0, "accuracy": 0.8})
     raises(ValueError, "3 tokens; this model reads 1 to 2", task.model_ids, model, "a b c")
     raises(ValueError, "0 tokens", task.model_ids, model, " ")
+    raises(ValueError, "x.tsv: every pair has more than 2 tokens", task.encode_pairs, [("a b c", "d")], "x.tsv", 2)
     task.valid = [task.train[i] for i in range(5)]
     with swapped(train.Translate, "answers", lambda task, model, rows: ["?"] * len(rows)):
         assert task.samples(model, 1) == [  # the second three of five
@@ -1157,7 +1158,7 @@ def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
         ids, expected = task.valid[0]
         label = task.labels[expected] if name == "sentiment" else train.join_tokens(task.target.decode(expected[1:]))
         text = train.join_tokens(task.vocabulary.decode(ids))
-        assert re.fullmatch(rf"{text}  ->  .* \({label}\)", task.samples(model, 0)[0])
+        assert re.fullmatch(rf"{text}  ->  [^\t]* \({label}\)", task.samples(model, 0)[0])
 
 
 # --- train.py: the loop
@@ -1324,7 +1325,8 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted():
             with swapped(train, "Progress", interrupted_at(whole["history"][1]["step"] - 1)):
                 status, _, err = on_cpu(train.main, "--checkpoint parts.pt", *options)
             command = f"python train.py --task {task} --checkpoint parts.pt --resume"
-            assert status == 130 and f"train.py: interrupted; if a round was complete, {command} continues" in err
+            assert status == 130
+            assert f"train.py: interrupted after step {whole['history'][0]['step']}; to continue: {command}\n" in err
             assert len(saved("parts.pt")["history"]) == 1 and {"run", "options"} < saved("parts.pt").keys()
             assert "resuming after step" in run_train(*command.split()[2:])
             same_runs(whole, saved("parts.pt"))
@@ -1393,6 +1395,9 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
         write("pairs.tsv", PAIRS)
         with swapped(train, "Progress", interrupted_at(5)):
             assert on_cpu(train.main, f"{options} --checkpoint x.pt", *SMALL)[0] == 130
+        with swapped(train, "Progress", interrupted_at(2)):
+            status, _, err = on_cpu(train.main, f"{options} --checkpoint first.pt", *SMALL)
+        assert status == 130 and "interrupted in the first round; nothing of it is saved" in err
         for line, message in [("--d-model 32", "--d-model 32: the interrupted run has 16"),
                               ("--fused", "--fused True: the interrupted run has none"),
                               ("--steps 9", "--steps 9: the interrupted run has none"),
@@ -1477,6 +1482,9 @@ def test_each_data_file_has_a_checkpoint_of_its_own():
         status, out, _ = on_cpu(train.main, "--task translate --steps 1 --data pairs.de-en.tsv", *SMALL)
         assert status == 0 and os.listdir("checkpoints") == ["pairs.de-en.pt"]
         assert "saved to checkpoints/pairs.de-en.pt\nask it: python translate.py --checkpoint checkpoints/pairs" in out
+        write("pairs.de-en.tsv", "other words\tmore words\n" * 9 + PAIRS)
+        err = on_cpu(train.main, "--task translate --steps 1 --data pairs.de-en.tsv", *SMALL)[2]
+        assert "checkpoints/pairs.de-en.pt holds a model of other data, which this run replaces" in err
         refused(train.main, "checkpoints/copy.pt is the place of a toy", "--task translate --data copy.tsv")
 
 
@@ -1489,9 +1497,9 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
         before = sorted(directory.rglob("*"))
         for line, message in [
                 ("--task poem", "invalid choice"), ("--device nonsense", "try --device cpu"),
-                ("--data two.tsv", "--data needs a --task of sentiment, translate; all is not one"),
-                ("--task copy --data two.tsv", "--data needs a --task of sentiment, translate; copy is not one"),
-                ("--resume", "--resume needs a --task of sentiment"), ("--checkpoint x.pt", "--checkpoint needs a"),
+                ("--data two.tsv", "--data needs --task sentiment or translate"),
+                ("--task copy --data two.tsv", "--data needs --task sentiment or translate"),
+                ("--resume", "--resume needs --task sentiment or copy"), ("--checkpoint x.pt", "--checkpoint needs"),
                 ("--task copy --resume", "nothing to resume"), ("--task copy --epochs 3", "use --steps"),
                 ("--task copy --steps 3 --epochs 3", "not allowed with"), ("--task translate", "needs --data"),
                 ("--task sentiment --valid two.tsv", "--valid needs --data"), ("--task copy --data=", "is empty"),
@@ -1677,7 +1685,8 @@ def test_translate_answers_a_terminal_line_by_line_and_takes_a_stdin_of_text_or_
             assert translate.main(["--device", "cpu"]) == 0
         with swapped(sys, "stdin", None):
             raises(SystemExit, "2", translate.main, ["--device", "cpu"])
-    assert err.getvalue() == "translate.py: error: no text and no stdin (see --help)\n"
+    assert err.getvalue() == ("one text a line; Ctrl-D ends\n"
+                              "translate.py: error: no text and no stdin (see --help)\n")
 
 
 @slow
@@ -1956,7 +1965,7 @@ def test_unknown_words_are_told_and_marked_and_padding_that_is_looked_at_is_draw
         words = ["i?", "really", "loved?", "it?"]
         assert subject("sentiment", text="I really loved it").labelled_map("classifier")[1:3] == (words, words)
         assert err.getvalue() == "3 of 4 words are unknown to this model: i, loved, it\n"
-        with swapped(train, "make_padding_mask", torch.ones_like):
+        with swapped(train, "make_padding_mask", lambda ids: torch.ones_like(ids)[:, None, None]):
             seen = subject("sentiment", text="I really loved it")
             assert seen.labelled_map("classifier")[2] == [*words, "<pad>", "<pad>·2"]
 

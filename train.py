@@ -66,7 +66,7 @@ def train(task, model, args, device, path, best=None, state=None):
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     print(f"{args.task}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps"
           f"{f', resuming after step {run.step:,}' if state else ''}"
-          f"{f'; warm-up cut to {run.warmup} of them, a fifth' if run.warmup < args.warmup else ''}")
+          f"{f' are few: warm-up cut to {run.warmup}, more may help' if run.warmup < args.warmup else ''}")
     progress = Progress(args.task, run.step, steps)
 
     while run.step < steps:
@@ -284,6 +284,7 @@ class Sentiment(Task):
             labels = ", ".join(f"{shorten(label)} {count:,}" for label, count in counts.most_common(10))
             print(f"labels: {labels}{f', {len(counts) - 10:,} more' if len(counts) > 10 else ''}")
             print(vocabulary_line("words", task.words, [ids for ids, _ in task.valid]))
+            task.question = '"a text of yours"'
         return task
 
     def encode(self, text):
@@ -671,7 +672,7 @@ def read_pairs(path, columns):
     where = [next((header.index(name) for name in names if name in header), None) for names in columns]
     if None in where and is_csv:
         raise ValueError(f"{path}: the first line names no column {' or '.join(columns[where.index(None)])}; "
-                         f"it reads: {shorten(', '.join(header))!r}")
+                         f"columns are separated by commas, and it reads: {shorten(','.join(header))!r}")
     width, expected = len(first), f"{len(first)} as in the header"
     if None in where:  # a .tsv without a header
         width, expected, where = 2, "<TAB>".join(names[0] for names in columns), [0, 1]
@@ -711,7 +712,7 @@ def read_split(args, columns, labelled=False):
     labels = {label for _, label in pairs}
     if labelled and len(labels) > max(10, len(pairs) / 2):
         raise ValueError(f"{args.data}: {len(labels):,} different labels in {len(pairs):,} lines; a line is "
-                         f"{'<TAB>'.join(names[0] for names in columns)}")
+                         f"{'<TAB>'.join(names[0] for names in columns)}: are they swapped?")
     if args.valid:
         train, valid, texts = pairs, read_pairs(args.valid, columns), {text for text, _ in pairs}
         where = f"in {args.valid}, {sum(text in texts for text, _ in valid):,} of them also in the training set"
@@ -777,7 +778,7 @@ def load_checkpoint(path, device):
     except Exception as error:  # a file of any content comes here, and torch.load refuses in many ways
         if isinstance(error, OSError) and error.filename:
             raise  # it cannot be opened
-        reason = type(error).__name__
+        reason = "it cannot be read"
     raise ValueError(f"{path}: not a checkpoint that this train.py wrote ({reason})")
 
 
@@ -973,6 +974,8 @@ def prepare(name, typed, argv):
     except RuntimeError as error:
         raise ValueError(f"a model of these sizes cannot be built: {str(error).splitlines()[0]}") from None
     if not typed.resume:
+        if saved and saved["vocab"] != task.vocab:
+            print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
         return task, model, args, path, None, None
     if (task.vocab, task.config(args)) != (saved["vocab"], saved["config"]):
         raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or lengths differ")
@@ -994,7 +997,7 @@ def main(argv=None):
     with_files = [name for name, task in TASKS.items() if task.columns]
     for option, tasks in ("data", with_files), ("valid", with_files), ("checkpoint", TASKS), ("resume", TASKS):
         if getattr(typed, option) and typed.task not in tasks:
-            parser.error(f"--{option} needs a --task of {', '.join(tasks)}; {typed.task} is not one")
+            parser.error(f"--{option} needs --task {' or '.join(tasks)}")
     if typed.valid and not typed.data and not typed.resume:
         parser.error("--valid needs --data, the file to train on")
     if typed.task != "all" and TASKS[typed.task].recipe is None and not typed.data and not typed.resume:
@@ -1014,7 +1017,11 @@ def main(argv=None):
         try:
             status = status or train(task, model, args, device, path, best, state)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"; if a round was complete, {resume_command(args.task, path)} continues") from None
+            saved = load_checkpoint(path, "cpu")[2] if path.exists() else {}
+            where = " in the first round; nothing of it is saved"
+            if saved.get("options") == saved_options(args):
+                where = f" after step {saved['run']['step']:,}; to continue: {resume_command(args.task, path)}"
+            raise KeyboardInterrupt(where) from None
         finally:
             torch.set_num_threads(threads)
     if ranks > 1:

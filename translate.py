@@ -133,6 +133,8 @@ def main(argv=None):
         return 0
     if sys.stdin is None:
         parser.error("no text and no stdin")
+    if sys.stdin.isatty():
+        print_notice("one text a line; Ctrl-D ends")
     stream = getattr(sys.stdin, "buffer", sys.stdin)  # a notebook's has no buffer, its lines are text
     return answer_lines(task, model, stream, 1 if sys.stdin.isatty() else BLOCK, args.beams)
 
