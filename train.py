@@ -571,31 +571,33 @@ def length_batches(examples, size, rng=None, in_tokens=False):
 SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]  # the tokens with the ids PAD, UNK, BOS, EOS
 # Han, kana and full-width signs. Not Hangul: Korean has spaces between its words.
 CJK = "\u3001-\u312f\u3190-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff01-\uff9f\U00020000-\U0003ffff"
+LETTER = rf"[^\W{CJK}]"
 NO_SPACE = re.compile(rf"(?<=\W) | (?=\W)|(?<=[{CJK}]) (?=[\d{CJK}])|(?<=\d) (?=[{CJK}])")
 
 
 @functools.lru_cache(maxsize=None)
-def token_patterns(latin):
-    """Regular expressions of a token and of a CJK character, each with the signs that are joined to it: marks, joiners,
-    soft hyphens, skin tones, tags. latin: for texts below U+0300, which have no marks; it is twice as fast."""
+def token_pattern(latin):
+    """A regular expression of a token with the signs that are joined to it: marks, joiners, soft hyphens, skin tones,
+    tags. latin: for texts below U+0300, which have no marks; it is twice as fast."""
     marks = [] if latin else [i for i in range(0x300, 0x1f000) if unicodedata.category(chr(i))[0] == "M"]
     runs = [[i for _, i in run] for _, run in itertools.groupby(enumerate(marks), lambda pair: pair[1] - pair[0])]
     joined = "\u00ad\u200c\u200d\U0001f3fb-\U0001f3ff\U000e0020-\U000e01ef"
     joined += "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
-    word, flag, sign = rf"\w[\w{joined}]*", r"[\U0001f1e6-\U0001f1ff]{2}", rf"[^\w\s](?:\u200d[^\w\s]|[{joined}])*"
-    return (re.compile(rf"{word}(?:['-]{word})*|'(?:s|m|d|t|re|ve|ll)\b|{flag}|{sign}"),
-            re.compile(rf"[{CJK}][{joined}]*"))
+    character = rf"[{CJK}][\u0300-\u036f\u3099\u309a\ufe00-\ufe0f\U000e0100-\U000e01ef]*"  # few: all would be slow
+    letter = r"\w" if latin else LETTER
+    word = rf"{letter}+(?:[{joined}]+{letter}*)*"
+    flag, sign = r"[\U0001f1e6-\U0001f1ff]{2}", rf"[^\w\s](?:\u200d[^\w\s]|[{joined}])*"
+    return re.compile(rf"{character}|{word}(?:['-]{word})*|'(?:s|m|d|t|re|ve|ll)\b|{flag}|{sign}")
 
 
 def tokenize(text):
     """The tokens of a text in lower case: words with their marks and their inner apostrophes and hyphens, each Chinese
     or Japanese character, each other sign. A detached English ending ("it 's") stays one token."""
     text = unicodedata.normalize("NFC", text).lower()
-    latin = max(text, default="") < "\u0300"
-    token, character = token_patterns(latin)
-    if not latin:
-        text = re.sub(r"’(?=\w)", "'", character.sub(r" \g<0> ", text))
-    return [sys.intern(found) for found in token.findall(text)]  # one copy of each word in memory
+    if "’" in text:
+        text = re.sub(rf"’(?={LETTER})", "'", text)
+    pattern = token_pattern(latin=max(text, default="") < "\u0300")
+    return [sys.intern(token) for token in pattern.findall(text)]  # one copy of each word in memory
 
 
 def join_tokens(tokens):
