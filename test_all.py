@@ -956,7 +956,7 @@ def test_bad_data_files_are_one_line_with_the_place():
                                 ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
                                 ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
                                 ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
-                                ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; columns are separated"),
+                                ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; columns are"),
                                 ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
                                 ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 column, expected 2 as in"),
                                 ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
