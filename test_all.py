@@ -938,7 +938,7 @@ def test_data_files_are_read_as_pairs():
                        ("bom-crlf.tsv", "\ufeffgood film\tyes\r\n\r\nbad \"film\tno\r\n"),
                        ("header.tsv", "sentence\tlabel\ngood film\tyes\nbad \"film\tno"),
                        ("other-way.tsv", "Label\tid\treview\nyes\t1\tgood film\nno\t2\tbad \"film\n"),
-                       ("holes.tsv", "good film\tyes\n\tno\nbad \"film\tno\n \u3000\tno\nbad film\t\n \t \n"),
+                       ("holes.tsv", " good film \t yes \n\tno\nbad \"film\tno\n \u3000\tno\nbad film\t\n \t \n"),
                        ("imdb.csv", 'review,sentiment\ngood film,yes\n"bad ""film",no\n'),
                        ("some.CSV", 'Label , Review,id\r\nyes,good film,1\r\nno,"bad ""film",2\r\n')]:
         with working_directory(), contextlib.redirect_stderr(io.StringIO()) as err:
