@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from attention import attention, make_padding_mask, make_target_mask, subsequent_mask
-from model import BOS, EOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
+from model import BOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
 from train import (TASKS, Parser, Seq2Seq, Sentiment, count_unknown, default_path, file_path, join_tokens,
                    load_or_train, pad, pick_device, print_notice, read_pairs, recipe_options, run, set_seed, shift,
                    shorten, tokenize)
