@@ -59,7 +59,7 @@ def train(task, model, args, device, path, best=None, state=None):
     for module in model.to(device).train().modules():
         if hasattr(module, "fused"):
             module.fused = args.fused
-    steps = args.steps or args.epochs * task.batches_per_epoch(args)
+    steps, config = args.steps or args.epochs * task.batches_per_epoch(args), task.config(args)
     run = Run(model, args, steps)
     if state:
         run.load_state_dict(state)
@@ -94,7 +94,7 @@ def train(task, model, args, device, path, best=None, state=None):
             return 1
         run.history.append(metrics)
         if best is None or task.score(metrics) >= task.score(best["metrics"]):  # on a tie those trained longer
-            best = dict(task=args.task, config=task.config(args), vocab=task.vocab, seed=args.seed, step=run.step,
+            best = dict(task=args.task, config=config, vocab=task.vocab, seed=args.seed, step=run.step,
                         metrics=metrics, model=copy.deepcopy(model.state_dict()))
         unfinished = dict(run=run.state_dict(), options=saved_options(args)) if run.step < steps else {}
         save_checkpoint(path, dict(best, history=run.history, **unfinished))
@@ -711,8 +711,8 @@ def hold_out(pairs, seed, labelled):
 def read_split(args, columns, labelled=False):
     """Training pairs and validation pairs: those of args.data and args.valid, or of args.data alone."""
     pairs = read_pairs(args.data, columns)
-    labels = {label for _, label in pairs}
-    if labelled and len(labels) > max(10, len(pairs) / 2):
+    labels = {label for _, label in pairs} if labelled else set()
+    if len(labels) > max(10, len(pairs) / 2):
         raise ValueError(f"{args.data}: {len(labels):,} different labels in {len(pairs):,} lines; a line is "
                          f"{'<TAB>'.join(names[0] for names in columns)}: are they swapped?")
     if args.valid:
@@ -970,16 +970,17 @@ def prepare(name, typed, argv):
     if args.epochs and TASKS[name].columns is None and defaults["epochs"] is None:
         raise ValueError(f"--epochs: {name} generates its data without end; use --steps")
     task = TASKS[name].read(args)
+    config = task.config(args)
     set_seed(args.seed)
     try:
-        model = task.build(task.config(args))
+        model = task.build(config)
     except RuntimeError as error:
         raise ValueError(f"a model of these sizes cannot be built: {str(error).splitlines()[0]}") from None
     if not typed.resume:
         if saved and saved["vocab"] != task.vocab:
             print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
         return task, model, args, path, None, None
-    if (task.vocab, task.config(args)) != (saved["vocab"], saved["config"]):
+    if (task.vocab, config) != (saved["vocab"], saved["config"]):
         raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or lengths differ")
     return task, model, args, path, {key: saved[key] for key in CHECKPOINT}, saved["run"]
 

@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections import Counter
 
-from train import (Copy, Parser, Translate, count_unknown, file_path, load_or_train, number, pick_device, print_notice,
+from train import (Parser, Seq2Seq, count_unknown, file_path, load_or_train, number, pick_device, print_notice,
                    read_pairs, run, tokenize)
 
 BLOCK = 1000        # lines of a file that are read before the first is answered, so that they can be sorted by length
@@ -69,9 +69,10 @@ def evaluate(task, model, device, pairs, beams):
     rows = [example[0] for example in task.valid]
     metrics = task.evaluate(model, device)
     yield f"{task.metric} {metrics['accuracy']:.1%}, loss {metrics['loss']:.3f} on {len(rows):,} examples"
-    if isinstance(task, Translate):
-        yield bleu(task, model, pairs, beams)
-    elif not isinstance(task, Copy):
+    if isinstance(task, Seq2Seq):
+        if pairs:
+            yield bleu(task, model, pairs, beams)
+    else:
         labels = [task.labels[label] for _, label in task.valid]
         hits = Counter(label for label, line in zip(labels, answer(task, model, rows, beams))
                        if line.split("\t")[0] == label)
