@@ -67,11 +67,11 @@ def train(task, model, args, device, path, best=None, state=None):
     print(f"{args.task}: {sum(p.numel() for p in model.parameters()):,} parameters, {steps:,} steps"
           f"{f', resuming after step {run.step:,}' if state else ''}"
           f"{f' are few: warm-up cut to {run.warmup}, more may help' if run.warmup < args.warmup else ''}")
-    progress = Progress(args.task, run.step, steps)
 
     while run.step < steps:
         number = len(run.history)
         set_seed(args.seed, number, rank)
+        progress = Progress(args.task, steps)
         for batch in itertools.islice(task.batches(args, number), steps - run.step):
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 logits, labels = task.predict(parallel, [t[rank::ranks].to(device) for t in batch])
@@ -147,29 +147,13 @@ def warm_up_and_decay(steps, warmup):
     return rate
 
 
-def evaluate_batches(task, model, batches, device):
-    """{"loss", "accuracy"}: means over all labels of the batches."""
-    loss = count = hits = 0
-    with evaluating(model):
-        for batch in batches:
-            logits, labels = task.predict(model, [t.to(device) for t in batch])
-            loss += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
-            count += (labels != IGNORE).sum().item()
-            hits += (logits.argmax(dim=-1) == labels).sum().item()
-    return {"loss": loss / count, "accuracy": hits / count}
-
-
 class Progress:
-    """A line that renews itself on a terminal; elsewhere only the lines that end() finishes."""
+    """Loss and speed of one round: a line that renews itself on a terminal; elsewhere only the one that end() prints."""
 
-    def __init__(self, name, step, steps):
-        self.name, self.first, self.steps = name, step, steps
+    def __init__(self, name, steps):
+        self.name, self.steps, self.started, self.renewed = name, steps, time.monotonic(), 0.0
+        self.loss, self.batches, self.tokens = 0.0, 0, 0
         self.live = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self.started = time.monotonic()
-        self.begin_round()
-
-    def begin_round(self):
-        self.loss, self.batches, self.tokens, self.renewed, self.since = 0.0, 0, 0, 0.0, time.monotonic()
 
     def update(self, step, loss, batch):
         """loss is a tensor; its value is read only when a line is printed, because that makes a GPU wait."""
@@ -183,22 +167,21 @@ class Progress:
         return float(self.loss / self.batches)
 
     def line(self):
-        speed = self.tokens / max(1e-9, self.now - self.since)
-        left = round((time.monotonic() - self.started) / (self.step - self.first) * (self.steps - self.step))
+        speed = self.tokens / max(1e-9, self.now - self.started)
+        left = round((time.monotonic() - self.started) / self.batches * (self.steps - self.step))
         return (f"{self.name}  step {self.step:{len(str(self.steps))}}/{self.steps}  loss {self.mean_loss():.3f}  "
                 f"{speed:,.0f} tokens/s  {left // 60}:{left % 60:02} left")
 
     def end(self, text):
         print(f"{chr(13) if self.live else ''}{self.line()}  {text}", flush=True)
-        self.begin_round()
 
 
 # ---------------------------------------------------------------------------------------------------------- tasks
 
 
 class Task:
-    """What the training loop and the other scripts ask of a task. An example is a tuple of a list of input ids and what
-    is expected; a batch is a tuple of tensors, ids as (batch, len). Besides what is defined below a task has
+    """What the training loop and the other scripts ask of a task. An example is a list of input ids, and what is
+    expected; a batch is a tuple of tensors, ids as (batch, len). Besides what is defined below a task has
 
         columns                 names that the two columns of its data file may have; None: it has no file
         recipe, data_recipe     default hyperparameters without and with --data; None: not possible
@@ -207,16 +190,18 @@ class Task:
         read(args)              class method: the task with .train and .valid, lists of examples
         config(args)            the arguments of build(config), which makes the model; saved beside its weights
         encode(text)            the input ids of a text; a model takes most_tokens(model) of them
-        encode_pairs(pairs, path, most), batch(examples)    pairs of strings as examples; examples as a batch
+        encode_pairs(pairs, path, most), batch(examples)    what read_pairs gives as examples; examples as a batch
         predict(model, batch)   logits (labels, classes) and labels (labels), IGNORE where nothing is expected
-        answers(model, rows, beams), samples(model, number) output lines for rows of ids; a few examples with labels
+        answers(model, rows, beams), expected(example)      lines of output: for rows of ids, of an example
 
     A task whose examples are random inherits from Copy: it needs symbols, most, draw and a recipe of its own.
     """
 
     label_smoothing = 0.0
+    labelled = False   # the second column is a label, not a text
     in_tokens = False  # --batch-size counts tokens, not examples
     cuts_off = False   # truncate texts that are too long; otherwise they are an error
+    shown = 1          # examples to show after a round
 
     def batches_per_epoch(self, args):
         return len(length_batches(self.train, args.batch_size, None, self.in_tokens))
@@ -229,13 +214,26 @@ class Task:
         return map(self.batch, length_batches(self.train, args.batch_size, rng, self.in_tokens)[part::parts])
 
     def evaluate(self, model, device):
-        """{"loss", "accuracy"} on the validation set."""
-        batches = length_batches(self.valid, 2500 if self.in_tokens else 256, None, self.in_tokens)
-        return evaluate_batches(self, model, map(self.batch, batches), device)
+        """{"loss", "accuracy"}: means over all labels of the validation set."""
+        loss = count = hits = 0
+        with evaluating(model):
+            for examples in length_batches(self.valid, 2500 if self.in_tokens else 256, None, self.in_tokens):
+                logits, labels = self.predict(model, [t.to(device) for t in self.batch(examples)])
+                loss += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
+                count += (labels != IGNORE).sum().item()
+                hits += (logits.argmax(dim=-1) == labels).sum().item()
+        return {"loss": loss / count, "accuracy": hits / count}
 
     def score(self, metrics):
         """A tuple; the weights with the largest are kept."""
         return metrics["accuracy"], -metrics["loss"]
+
+    def samples(self, model, number):
+        """A few lines: text  ->  the model's answer (what is expected)."""
+        chosen = [self.valid[(number * self.shown + i) % len(self.valid)] for i in range(self.shown)]
+        answers = self.answers(model, [example[0] for example in chosen])
+        return [f"{join_tokens(self.vocabulary.decode(example[0]))}  ->  {answer.expandtabs(1)} ({self.expected(example)})"
+                for example, answer in zip(chosen, answers)]  # (a label and its probability have a tab between)
 
     def toy_examples(self):
         """Held-out examples that need no file; None for a model that was trained on one."""
@@ -262,39 +260,33 @@ class Sentiment(Task):
                   d_ff=64, norm="post")
     data_recipe = dict(recipe, epochs=8, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=128, d_ff=128,
                        norm="pre")
-    longest = 256  # tokens of a text that are read
-    cuts_off = True
+    labelled = cuts_off = True
 
     def __init__(self, vocab):
         self.vocab = vocab
-        self.vocabulary = self.words = Vocab(vocab["words"])
+        self.vocabulary = Vocab(vocab["words"])
         self.labels = vocab["labels"]
 
     @classmethod
     def read(cls, args):
-        train, valid = read_split(args, cls.columns, labelled=True) if args.data else toy_remarks()
+        train, valid = read_split(args, cls) if args.data else toy_remarks()
         counts = Counter(label for _, label in train)
         if len(counts) < 2:
             raise ValueError(f"{args.data}: all training lines have the label {shorten(train[0][1])!r}; two are needed")
-        train = [(tokenize(text), label) for text, label in train]
         task = cls({"words": make_vocab(tokens for tokens, _ in train), "labels": sorted(counts)})
-        task.train = task.encode_tokens(train, args.data)
+        task.train = task.encode_pairs(train, args.data)
         task.valid = task.encode_pairs(valid, args.valid or args.data)
         if args.data:
             labels = ", ".join(f"{shorten(label)} {count:,}" for label, count in counts.most_common(10))
             print(f"labels: {labels}{f', {len(counts) - 10:,} more' if len(counts) > 10 else ''}")
-            print(vocabulary_line("words", task.words, [ids for ids, _ in task.valid]))
+            print(vocabulary_line("words", task.vocabulary, [ids for ids, _ in task.valid]))
             task.question = '"a text of yours"'
         return task
 
     def encode(self, text):
-        return self.words.encode(tokenize(text))
+        return self.vocabulary.encode(tokenize(text))
 
-    def encode_pairs(self, pairs, path, most=None):
-        return self.encode_tokens([(tokenize(text), label) for text, label in pairs], path, most)
-
-    def encode_tokens(self, pairs, path, most=None):
-        most = most or self.longest
+    def encode_pairs(self, pairs, path, most=256):
         numbers = {label: i for i, label in enumerate(self.labels)}
         for _, label in pairs:
             if label not in numbers:
@@ -302,11 +294,11 @@ class Sentiment(Task):
         too_long = sum(len(tokens) > most for tokens, _ in pairs)
         if too_long:
             print_notice(f"{path}: {too_long:,} texts have more than {most} tokens; the rest of them is cut off")
-        return [(self.words.encode(tokens[:most]), numbers[label]) for tokens, label in pairs]
+        return [(self.vocabulary.encode(tokens[:most]), numbers[label]) for tokens, label in pairs]
 
     def config(self, args):
         longest = max(len(ids) for ids, _ in self.train + self.valid)
-        return dict(vocab_size=len(self.words), num_classes=len(self.labels), max_len=longest, **model_sizes(args))
+        return dict(vocab_size=len(self.vocabulary), num_classes=len(self.labels), max_len=longest, **model_sizes(args))
 
     def build(self, config):
         return TransformerClassifier(**config)
@@ -330,11 +322,8 @@ class Sentiment(Task):
             probability, label = model(tokens, make_padding_mask(tokens))[0].softmax(dim=-1).max(dim=-1)
         return [f"{self.labels[i]}\t{p:.3f}" for i, p in zip(label.tolist(), probability.tolist())]
 
-    def samples(self, model, number):
-        """text -> the model's answer (the label)."""
-        ids, label = self.valid[number % len(self.valid)]
-        answer = self.answers(model, [ids])[0].split("\t")[0]
-        return [f"{join_tokens(self.words.decode(ids))}  ->  {answer} ({self.labels[label]})"]
+    def expected(self, example):
+        return self.labels[example[1]]
 
     def toy_examples(self):
         toy = Sentiment.read(recipe_options("sentiment"))
@@ -342,7 +331,7 @@ class Sentiment(Task):
 
 
 def toy_remarks():
-    """All remarks of a tiny grammar as (text, label): training pairs, and a fifth of them held out."""
+    """All remarks of a tiny grammar as (tokens, label): training pairs, and a fifth of them held out."""
     subjects = "the film", "this story", "the acting", "the ending"
     verbs = "is", "was", "felt"
     adverbs = "", "very", "really", "so", "truly", "quite", "not", "never", "not very"
@@ -351,8 +340,7 @@ def toy_remarks():
     remarks = []
     for subject, verb, adverb, adjective in itertools.product(subjects, verbs, adverbs, positive + negative):
         liked = (adjective in positive) != adverb.startswith(("not", "never"))  # "not bad" is praise
-        text = f"{subject} {verb} {adverb} {adjective}".replace("  ", " ")
-        remarks.append((text, "positive" if liked else "negative"))
+        remarks.append((tokenize(f"{subject} {verb} {adverb} {adjective}"), "positive" if liked else "negative"))
     random.Random(0).shuffle(remarks)
     return remarks[len(remarks) // 5:], remarks[:len(remarks) // 5]
 
@@ -377,20 +365,14 @@ class Seq2Seq(Task):
     def most_tokens(self, model):
         return model.src_embed[1].max_len - 1  # EOS
 
-    def generate(self, model, rows, beams=1):
-        """For each row of source ids, the list of tokens that greedy decoding or a beam search makes of it."""
+    def answers(self, model, rows, beams=1):
+        """For each row of source ids what greedy decoding or a beam search makes of it."""
         src, longest = pad(rows).to(next(model.parameters()).device), model.tgt_embed[1].max_len
         ids = greedy_decode(model, src, longest) if beams == 1 else beam_decode(model, src, longest, beams)
-        return [self.target.decode(row) for row in ids.tolist()]
+        return [join_tokens(self.target.decode(row)) for row in ids.tolist()]
 
-    def answers(self, model, rows, beams=1):
-        return [join_tokens(tokens) for tokens in self.generate(model, rows, beams)]
-
-    def samples(self, model, number, count=1):
-        """source -> what is generated (the target)."""
-        chosen = [self.valid[(number * count + i) % len(self.valid)] for i in range(count)]
-        return [f"{join_tokens(self.source.decode(src))}  ->  {answer} ({join_tokens(self.target.decode(tgt[1:]))})"
-                for (src, tgt), answer in zip(chosen, self.answers(model, [src for src, _ in chosen]))]
+    def expected(self, example):
+        return join_tokens(self.target.decode(example[1][1:]))
 
 
 def shift(tgt):
@@ -456,13 +438,11 @@ class Copy(Seq2Seq):
         return (self.batch(self.examples(rng, args.batch_size, held_out=False)) for _ in range(50))
 
     def encode(self, text):
-        symbols = text.split()
-        ids = self.source.encode(symbols)
-        for symbol, i in zip(symbols, ids):
-            if i < len(SPECIAL):
+        for symbol in text.split():
+            if self.source.ids.get(symbol, UNK) < len(SPECIAL):
                 raise ValueError(f"{shorten(symbol)!r} is not a symbol; the symbols are "
                                  f"{' '.join(self.source.tokens[len(SPECIAL):])}")
-        return ids + [EOS]
+        return self.source.encode(text.split()) + [EOS]
 
     def config(self, args):
         return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=self.most + 1,  # EOS, or BOS
@@ -470,8 +450,8 @@ class Copy(Seq2Seq):
 
     def evaluate(self, model, device):
         """The teacher-forced loss; the share of sources for which greedy decoding generates exactly the target."""
-        generated = self.generate(model, [src for src, _ in self.valid])
-        hits = sum(tokens == self.target.decode(tgt[1:]) for tokens, (_, tgt) in zip(generated, self.valid))
+        answers = self.answers(model, [src for src, _ in self.valid])
+        hits = sum(answer == self.expected(example) for answer, example in zip(answers, self.valid))
         return {"loss": super().evaluate(model, device)["loss"], "accuracy": hits / len(self.valid)}
 
 
@@ -484,9 +464,9 @@ class Translate(Seq2Seq):
     recipe = None
     data_recipe = dict(epochs=15, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3,
                        d_model=128, heads=4, d_ff=256, norm="pre")
-    longest = 128  # tokens on a side; longer pairs are left out
     label_smoothing = 0.1
     in_tokens = True
+    shown = 3
 
     def __init__(self, vocab):
         self.vocab = vocab
@@ -495,11 +475,10 @@ class Translate(Seq2Seq):
 
     @classmethod
     def read(cls, args):
-        train, valid = read_split(args, cls.columns)
-        train = [(tokenize(source), tokenize(target)) for source, target in train]
+        train, valid = read_split(args, cls)
         task = cls({"source": make_vocab(source for source, _ in train),
                     "target": make_vocab(target for _, target in train)})
-        task.train = task.encode_tokens(train, args.data)
+        task.train = task.encode_pairs(train, args.data)
         task.valid = task.encode_pairs(valid, args.valid or args.data)
         print(vocabulary_line("source words", task.source, [src for src, _ in task.valid]))
         print(vocabulary_line("target words", task.target, [tgt for _, tgt in task.valid]))
@@ -508,11 +487,7 @@ class Translate(Seq2Seq):
     def encode(self, text):
         return self.source.encode(tokenize(text)) + [EOS]
 
-    def encode_pairs(self, pairs, path, most=None):
-        return self.encode_tokens([(tokenize(source), tokenize(target)) for source, target in pairs], path, most)
-
-    def encode_tokens(self, pairs, path, most=None):
-        most = most or self.longest
+    def encode_pairs(self, pairs, path, most=128):
         kept = [(self.source.encode(source) + [EOS], [BOS, *self.target.encode(target), EOS])
                 for source, target in pairs if max(len(source), len(target)) <= most]
         if not kept:
@@ -533,9 +508,6 @@ class Translate(Seq2Seq):
 
     def score(self, metrics):
         return (-metrics["loss"],)
-
-    def samples(self, model, number):
-        return super().samples(model, number, count=3)
 
 
 TASKS = {"sentiment": Sentiment, "copy": Copy, "translate": Translate}
@@ -664,32 +636,37 @@ def read_rows(path, **dialect):
             raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
 
 
-def read_pairs(path, columns):
-    """A file's lines as pairs of strings; those with an empty side are left out. columns: the names that each of the
-    two may have in the header of a .csv; a .tsv has two columns, or such a header. A ValueError names the line."""
+def read_pairs(path, task):
+    """The lines of a task's data file as (tokens, tokens), or (tokens, label); those with an empty side are left out. A
+    .csv has a header that names the two columns, a .tsv has two columns or such a header. A ValueError names the line."""
+    if task.columns is None:
+        raise ValueError(f"{path}: {type(task).__name__} draws its examples and reads no file")
     is_csv = str(path).lower().endswith(".csv")
     rows = read_rows(path) if is_csv else read_rows(path, delimiter="\t", quoting=csv.QUOTE_NONE)
     line, first = next(rows, (1, ["", ""]))
     header = [name.strip().lower() for name in first]
-    where = [next((header.index(name) for name in names if name in header), None) for names in columns]
+    where = [next((header.index(name) for name in names if name in header), None) for names in task.columns]
     if None in where and is_csv:
-        raise ValueError(f"{path}: the first line names no column {' or '.join(columns[where.index(None)])}; "
+        raise ValueError(f"{path}: the first line names no column {' or '.join(task.columns[where.index(None)])}; "
                          f"columns are separated by commas, and it reads: {shorten(','.join(header))!r}")
     width, expected = len(first), f"{len(first)} as in the header"
     if None in where:  # a .tsv without a header
-        width, expected, where = 2, "<TAB>".join(names[0] for names in columns), [0, 1]
+        width, expected, where = 2, "<TAB>".join(names[0] for names in task.columns), [0, 1]
         rows = itertools.chain([(line, first)], rows)
-    pairs = []
+    pairs, left_out = [], 0
     for line, row in rows:
         if len(row) != width:
             raise ValueError(f"{path}, line {line}: {len(row)} column{'s' * (len(row) > 1)}, expected {expected}")
-        pairs.append((row[where[0]].strip(), row[where[1]].strip()))
-    kept = [pair for pair in pairs if all(pair)]
-    if not kept:
+        first, second = (row[i].strip() for i in where)
+        if first and second:
+            pairs.append((tuple(tokenize(first)), second if task.labelled else tokenize(second)))
+        else:
+            left_out += 1
+    if not pairs:
         raise ValueError(f"{path}: no line with text in it")
-    if len(kept) < len(pairs):
-        print_notice(f"{path}: {len(pairs) - len(kept):,} lines with an empty column left out")
-    return kept
+    if left_out:
+        print_notice(f"{path}: {left_out:,} lines with an empty column left out")
+    return pairs
 
 
 def hold_out(pairs, seed, labelled):
@@ -708,18 +685,18 @@ def hold_out(pairs, seed, labelled):
     return [pair for pair in pairs if pair[0] not in held_out], [pair for pair in pairs if pair[0] in held_out]
 
 
-def read_split(args, columns, labelled=False):
+def read_split(args, task):
     """Training pairs and validation pairs: those of args.data and args.valid, or of args.data alone."""
-    pairs = read_pairs(args.data, columns)
-    labels = {label for _, label in pairs} if labelled else set()
+    pairs = read_pairs(args.data, task)
+    labels = {label for _, label in pairs} if task.labelled else ()
     if len(labels) > max(10, len(pairs) / 2):
         raise ValueError(f"{args.data}: {len(labels):,} different labels in {len(pairs):,} lines; a line is "
-                         f"{'<TAB>'.join(names[0] for names in columns)}: are they swapped?")
+                         f"{'<TAB>'.join(names[0] for names in task.columns)}: are they swapped?")
     if args.valid:
-        train, valid, texts = pairs, read_pairs(args.valid, columns), {text for text, _ in pairs}
+        train, valid, texts = pairs, read_pairs(args.valid, task), {text for text, _ in pairs}
         where = f"in {args.valid}, {sum(text in texts for text, _ in valid):,} of them also in the training set"
     else:
-        train, valid = hold_out(pairs, args.seed, labelled)
+        train, valid = hold_out(pairs, args.seed, task.labelled)
         where = "held out of the same file"
         if not train or not valid:
             raise ValueError(f"{args.data}: too few different texts to hold some out; name another file with --valid")
@@ -886,7 +863,7 @@ def make_parser():
     recipes = {name: task.recipe for name, task in TASKS.items() if task.recipe}
     recipes.update({f"{name} --data": task.data_recipe for name, task in TASKS.items() if task.data_recipe})
     parser = Parser("train.py", __doc__)
-    add, length = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument
     add("--task", choices=["all", *TASKS], default="all", help="all is sentiment and copy (default: all)")
     add("--data", metavar="FILE", type=file_path, help="train on this file (default: the toy)")
     add("--valid", metavar="FILE", type=file_path, help="the validation set (default: a tenth of --data)")
@@ -894,22 +871,22 @@ def make_parser():
         help="a .pt file for the best weights (default: checkpoints/<task, or the name of the data file>.pt)")
     add("--resume", action="store_true", help="continue the interrupted run in --checkpoint (default: off)")
     whole = dict(type=number(int, 1), metavar="N")
-    for add_option, name, form, text in [
-            (length, "--epochs", whole, "passes over the training set"),
-            (length, "--steps", whole, "or training steps in all"),
-            (add, "--batch-size", whole, "examples in a batch; translate: source or target tokens"),
-            (add, "--lr", dict(type=number(float, 1e-9, 10), metavar="RATE"), "the peak learning rate"),
-            (add, "--warmup", dict(type=number(int, 0), metavar="STEPS"),
+    for name, form, text in [
+            ("--epochs", whole, "passes over the training set"),
+            ("--steps", whole, "training steps in all, in place of --epochs"),
+            ("--batch-size", whole, "examples in a batch; translate: source or target tokens"),
+            ("--lr", dict(type=number(float, 1e-9, 10), metavar="RATE"), "the peak learning rate"),
+            ("--warmup", dict(type=number(int, 0), metavar="STEPS"),
              "steps up to the peak; then half a cosine down to 0"),
-            (add, "--dropout", dict(type=number(float, 0, 1), metavar="RATE"), "in every part of the model"),
-            (add, "--layers", whole, "on each side"),
-            (add, "--d-model", whole, "width of a token's vector"),
-            (add, "--heads", whole, "of each attention"),
-            (add, "--d-ff", whole, "width of the feed-forward"),
-            (add, "--norm", dict(choices=["pre", "post"]), "layer norm before or after each sublayer")]:
+            ("--dropout", dict(type=number(float, 0, 1), metavar="RATE"), "in every part of the model"),
+            ("--layers", whole, "on each side"),
+            ("--d-model", whole, "width of a token's vector"),
+            ("--heads", whole, "of each attention"),
+            ("--d-ff", whole, "width of the feed-forward"),
+            ("--norm", dict(choices=["pre", "post"]), "layer norm before or after each sublayer")]:
         key = name[2:].replace("-", "_")
         values = (f"{task} {recipe[key]}" for task, recipe in recipes.items() if recipe[key] is not None)
-        add_option(name, help=f"{text} (default: {', '.join(values)})", **form)
+        add(name, help=f"{text} (default: {', '.join(values)})", **form)
     add("--seed", metavar="N", type=number(int, 0, 2 ** 63), default=42,
         help="the same seed, the same weights (default: 42)")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: with autocast (default: fp32)")
@@ -919,13 +896,10 @@ def make_parser():
 
 
 def with_defaults(argv, defaults):
-    """The options: those in argv, the others from defaults. --steps replaces --epochs and vice versa."""
+    """The options: those in argv, the others from defaults."""
     parser = make_parser()
-    parser.set_defaults(**{key: value for key, value in defaults.items() if key not in ("epochs", "steps")})
-    args = parser.parse_args(argv)
-    if args.epochs is None and args.steps is None:
-        args.epochs, args.steps = defaults["epochs"], defaults["steps"]
-    return args
+    parser.set_defaults(**defaults)
+    return parser.parse_args(argv)
 
 
 def recipe_options(name):
@@ -942,7 +916,7 @@ def prepare(name, typed, argv):
     """Check the options, the data and the files of a task before any training. Returns what train takes, but for the
     device, or None if the run that is to be resumed is complete. typed: the options in argv without the defaults."""
     path = Path(typed.checkpoint or default_path(Path(typed.data).stem if typed.data else name))
-    if typed.checkpoint and path.suffix != ".pt":
+    if path.suffix != ".pt":
         raise ValueError(f"--checkpoint {path}: the name must end in .pt")
     if typed.data and path in [default_path(toy) for toy, task in TASKS.items() if task.recipe]:
         raise ValueError(f"{path} is the place of a toy; choose another one with --checkpoint")
@@ -960,15 +934,16 @@ def prepare(name, typed, argv):
                      f"its first round; to continue it instead: {resume_command(saved['task'], path)}")
 
     defaults = saved["options"] if typed.resume else TASKS[name].data_recipe if typed.data else TASKS[name].recipe
+    if defaults is None:
+        raise ValueError(f"--task {name} {'takes no --data' if typed.data else 'needs --data FILE'}")
     args = with_defaults(argv, defaults)
     args.task = name
-    if typed.resume:
-        for key, value in saved_options(args).items():
-            if value not in (None, saved["options"][key]):
-                raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
-                                 f"{saved['options'][key] or 'none'}; without --resume a new one begins")
-    if args.epochs and TASKS[name].columns is None and defaults["epochs"] is None:
-        raise ValueError(f"--epochs: {name} generates its data without end; use --steps")
+    if typed.epochs and args.steps:
+        raise ValueError(f"--epochs {typed.epochs}: the length of this run is given in --steps ({args.steps})")
+    for key, value in saved_options(args).items() if typed.resume else ():
+        if value != saved["options"][key]:
+            raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
+                             f"{saved['options'][key] or 'none'}; without --resume a new one begins")
     task = TASKS[name].read(args)
     config = task.config(args)
     set_seed(args.seed)
@@ -996,15 +971,11 @@ def main(argv=None):
         sys.stdout = None  # only one process prints
     parser = make_parser()
     typed = parser.parse_args(argv)
-    names = ["sentiment", "copy"] if typed.task == "all" else [typed.task]
-    with_files = [name for name, task in TASKS.items() if task.columns]
-    for option, tasks in ("data", with_files), ("valid", with_files), ("checkpoint", TASKS), ("resume", TASKS):
-        if getattr(typed, option) and typed.task not in tasks:
-            parser.error(f"--{option} needs --task {' or '.join(tasks)}")
+    if typed.task == "all" and (typed.data or typed.checkpoint or typed.resume):
+        parser.error("--data, --checkpoint and --resume need --task")
     if typed.valid and not typed.data and not typed.resume:
         parser.error("--valid needs --data, the file to train on")
-    if typed.task != "all" and TASKS[typed.task].recipe is None and not typed.data and not typed.resume:
-        parser.error(f"--task {typed.task} needs --data FILE")
+    names = ["sentiment", "copy"] if typed.task == "all" else [typed.task]
     try:
         device = pick_device(typed.device)
         jobs = [prepare(name, typed, argv) for name in names]

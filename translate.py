@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections import Counter
 
+from model import EOS
 from train import (Parser, Seq2Seq, count_unknown, file_path, load_or_train, number, pick_device, print_notice,
                    read_pairs, run, tokenize)
 
@@ -86,10 +87,10 @@ def bleu(task, model, pairs, beams):
         import sacrebleu
     except ImportError:
         return "no BLEU: pip install sacrebleu"
-    rows = [task.encode(source) for source, _ in pairs]
-    rows = [ids if len(ids) - 1 <= task.most_tokens(model) else [] for ids in rows]
+    most = task.most_tokens(model)
+    rows = [task.source.encode(source) + [EOS] if len(source) <= most else [] for source, _ in pairs]
     generated = [" ".join(tokenize(line)) for line in answer(task, model, rows, beams)]
-    targets = [" ".join(tokenize(target)) for _, target in pairs]
+    targets = [" ".join(target) for _, target in pairs]
     score = sacrebleu.corpus_bleu(generated, [targets], tokenize="none", force=True)  # force: no warning
     return f"BLEU {score.score:.1f} with {beams} beam{'s' * (beams > 1)} (sacrebleu, lower-case tokens, tokenize none)"
 
@@ -114,9 +115,7 @@ def main(argv=None):
     try:
         device = pick_device(args.device)
         task, model, _ = load_or_train("copy", args.checkpoint, device)
-        if args.data and task.columns is None:
-            raise ValueError(f"--data: {type(task).__name__} draws its examples; --evaluate alone is enough")
-        pairs = read_pairs(args.data, task.columns) if args.data else []
+        pairs = read_pairs(args.data, task) if args.data else []
         if args.evaluate:
             task.valid = task.encode_pairs(pairs, args.data, task.most_tokens(model)) if pairs else task.toy_examples()
             if not task.valid:

@@ -347,13 +347,11 @@ def with_targets(task, model, rows):
 def examples_to_measure(task, model, data):
     """-> examples from --data or a toy's validation set, words that say how many, a text to draw. A model that was
     trained on a file has none without --data."""
-    if data and task.columns is None:
-        raise ValueError("--data: this model was trained on examples that its task draws, not on a file")
     if data:
-        pairs = read_pairs(data, task.columns)
+        pairs = read_pairs(data, task)
         some = pairs[::math.ceil(len(pairs) / MOST_INPUTS)]
         examples, total, what = task.encode_pairs(some, data, task.most_tokens(model)), len(pairs), f"lines of {data}"
-        question = min((text for text, _ in some), key=lambda text: abs(len(tokenize(text)) - 10))
+        question = join_tokens(min((tokens for tokens, _ in some), key=lambda tokens: abs(len(tokens) - 10)))
     else:
         examples, what, question = task.toy_examples(), "validation examples", task.question
         if examples is None:
