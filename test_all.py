@@ -184,18 +184,26 @@ def call(main, *argv, stdin=b""):
     return status, out.getvalue(), err.getvalue()
 
 
-def run_train(*argv):
-    """A run of train.py that must end well -> what it printed."""
-    status, out, err = call(train.main, "--device", "cpu", *argv)
-    assert status == 0, err
-    return out
+def on_cpu(main, line, *more, **options):
+    """main with a line of options, on the CPU -> exit status, stdout, stderr."""
+    return call(main, "--device", "cpu", *line.split(), *more, **options)
+
+
+SMALL = "--layers 1 --d-model 16 --heads 2 --d-ff 16 "
+
+
+def run_train(line, status=0, small=SMALL):
+    """A run of train.py with a small model that must end with this status -> what it printed on stdout, on stderr."""
+    found, out, err = on_cpu(train.main, small + line)
+    assert found == status, (found, err)
+    return out, err
 
 
 @functools.lru_cache(maxsize=None)
 def trained_toys():
     """Both toys trained by `python train.py` -> {name: bytes of the checkpoint}, what was printed."""
     with working_directory() as directory:
-        out = run_train()
+        out, _ = run_train("", small="")
         return {name: (directory / "checkpoints" / f"{name}.pt").read_bytes() for name in ("sentiment", "copy")}, out
 
 
@@ -877,17 +885,11 @@ def test_decoding_or_reading_more_than_the_table_holds_is_an_error_and_so_is_no_
 
 
 PAIRS = "".join(f"{a} {b}\t{b.upper()} {a.upper()}\n" for a in "abcde" for b in "vwxyz")
-SMALL = "--layers", "1", "--d-model", "16", "--heads", "2", "--d-ff", "16"
 
 
 def write(name, text):
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return name
-
-
-def on_cpu(main, line, *more, **options):
-    """main with a line of options, on the CPU -> exit status, stdout, stderr."""
-    return call(main, "--device", "cpu", *line.split(), *more, **options)
 
 
 def refused(main, message, line, *more):
@@ -1004,15 +1006,15 @@ def test_what_was_read_is_told_before_training():
     with working_directory():
         write("data.tsv", "".join(lines) + "one more\tPos\n" + "".join("good " * n + "\tpos\n" for n in (256, 257)))
         write("valid.tsv", "good film w1\tpos\nbad new words\tneg\n")
-        status, out, err = on_cpu(train.main, "--task sentiment --data data.tsv --valid valid.tsv --steps 1", *SMALL)
-        assert status == 0 and out.split("\n")[:3] == [
+        out, err = run_train("--task sentiment --data data.tsv --valid valid.tsv --steps 1")
+        assert out.split("\n")[:3] == [
             "data.tsv: 43 lines for training; 2 for validation, in valid.tsv, 1 of them also in the training set",
             "labels: pos 22, neg 20, Pos 1",
             "words: 23 known, those that occur twice in training; 33.3% of the validation tokens are not"], out
         assert "data.tsv: 1 texts have more than 256 tokens; the rest of them is cut off\n" in err
         write("pairs.tsv", PAIRS + f"{'a ' * 129}\tx\n{'a ' * 128}\tA\nc\t\n")
-        status, out, err = on_cpu(train.main, "--task translate --data pairs.tsv --valid pairs.tsv --steps 1", *SMALL)
-        assert status == 0 and "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
+        out, err = run_train("--task translate --data pairs.tsv --valid pairs.tsv --steps 1")
+        assert "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
         assert "source words: 10 known" in out and "target words: 10 known" in out
         assert "1 pairs with more than 128 tokens on a side" in err and "1 lines with an empty column left out" in err
         assert saved("checkpoints/pairs.pt")["config"]["max_len"] == 129  # the longest and EOS
@@ -1021,16 +1023,10 @@ def test_what_was_read_is_told_before_training():
 # --- train.py: tasks
 
 
-def test_toy_remarks_negate_and_hold_out_whole_sentences():
-    training, held = train.toy_remarks()
-    labels = {" ".join(tokens): label for tokens, label in training + held}
-    assert labels["the film was not great"] == labels["the film was bad"] == "negative"
-    assert labels["the film was not bad"] == labels["the film was great"] == "positive"
-    assert len(labels) == len(training) + len(held) == 1080 and len(held) > 200
-
-
-def copy_task():
-    return train.Copy.read(None)
+def toy(name):
+    """A toy task that is read, and its options."""
+    args = train.recipe_options(name)
+    return train.TASKS[name].read(args), args
 
 
 @contextlib.contextmanager
@@ -1044,8 +1040,16 @@ def quick_copy():
         yield
 
 
+def test_toy_remarks_negate_and_hold_out_whole_sentences():
+    training, held = train.toy_remarks()
+    labels = {" ".join(tokens): label for tokens, label in training + held}
+    assert labels["the film was not great"] == labels["the film was bad"] == "negative"
+    assert labels["the film was not bad"] == labels["the film was great"] == "positive"
+    assert len(labels) == len(training) + len(held) == 1080 and len(held) > 200
+
+
 def test_copy_draws_long_sequences_that_repeat_symbols_between_bos_and_eos():
-    examples = copy_task().examples(random.Random(1), 4000, held_out=False)
+    examples = toy("copy")[0].examples(random.Random(1), 4000, held_out=False)
     assert all(src[-1] == EOS and tgt == [BOS, *src] for src, tgt in examples)
     sources = [src[:-1] for src, _ in examples]
     neighbours = [pair for src in sources for pair in zip(src, src[1:])]
@@ -1055,7 +1059,7 @@ def test_copy_draws_long_sequences_that_repeat_symbols_between_bos_and_eos():
 
 
 def test_copy_never_trains_on_what_it_is_judged_by():
-    task, args = copy_task(), train.recipe_options("copy")
+    task, args = toy("copy")
     held_out = {tuple(src) for src, _ in task.valid}
     trained = {(*row[:row.index(EOS)], EOS) for number in range(5) for src, _ in task.batches(args, number)
                for row in src.tolist()}
@@ -1070,8 +1074,8 @@ def test_the_label_is_the_decoder_input_one_step_later():
 
 
 def test_predict_passes_the_padding_on_so_that_batch_mates_change_nothing():
-    task = train.Sentiment.read(train.recipe_options("sentiment"))
-    model = task.build(task.config(train.recipe_options("sentiment"))).double().eval()
+    task, args = toy("sentiment")
+    model = task.build(task.config(args)).double().eval()
     short, long = sorted(task.valid, key=lambda example: len(example[0]))[::len(task.valid) - 1]
     alone, both = (task.predict(model, task.batch(examples))[0] for examples in ([short], [short, long]))
     assert len(short[0]) < len(long[0])
@@ -1079,21 +1083,21 @@ def test_predict_passes_the_padding_on_so_that_batch_mates_change_nothing():
 
 
 def test_padding_is_in_neither_loss_nor_accuracy():
-    task, args = copy_task(), train.recipe_options("copy")
+    task, args = toy("copy")
     model = task.build(task.config(args)).eval()
+    task.valid = task.valid[:50]
     losses, hits = [], []
-    for src, tgt in task.valid[:50]:  # one by one, so nothing is padded
+    for src, tgt in task.valid:  # one by one, so nothing is padded
         src, tgt = torch.tensor([src]), torch.tensor([tgt])
         logits = model(src, tgt[:, :-1], make_padding_mask(src), make_target_mask(tgt[:, :-1])).flatten(0, 1)
         losses += F.cross_entropy(logits, tgt[0, 1:], reduction="none").tolist()
         hits += (logits.argmax(dim=-1) == tgt[0, 1:]).tolist()
-    task.valid = task.valid[:50]
     found = train.Task.evaluate(task, model, "cpu")
     assert abs(found["loss"] - statistics.mean(losses)) < 1e-5 and found["accuracy"] == sum(hits) / len(hits) > 0
 
 
 def test_exact_match_takes_targets_of_any_length():
-    task = copy_task()
+    task, _ = toy("copy")
     task.valid = [(task.encode("1 2 3"), [BOS, *task.encode(target)]) for target in ("1 2 3", "1 2", "3")]
     with swapped(train.Copy, "answers", lambda *args: ["1 2 3", "1 2", "1"]), \
             swapped(train.Task, "evaluate", lambda *args: {"loss": 2.0, "accuracy": 0.0}):
@@ -1130,35 +1134,27 @@ def test_an_epoch_of_more_than_500_batches_is_several_rounds():
 
 
 def test_models_of_file_tasks():
-    with working_directory():
-        args = train.with_defaults(["--task", "translate", "--data", write("pairs.tsv", PAIRS)],
-                                   train.Translate.data_recipe)
-        with contextlib.redirect_stdout(io.StringIO()):
-            task = train.Translate.read(args)
+    with working_directory(), contextlib.redirect_stdout(io.StringIO()):
+        args = train.with_defaults(["--data", write("pairs.tsv", PAIRS)], train.Translate.data_recipe)
+        task = train.Translate.read(args)
     model = task.build(task.config(args))
     assert model.generator.weight is model.tgt_embed[0].embedding.weight  # one matrix (paper 3.4)
     assert task.score({"loss": 1.0, "accuracy": 0.0}) > task.score({"loss": 2.0, "accuracy": 1.0})
     assert train.Task().score({"loss": 2.0, "accuracy": 0.9}) > train.Task().score({"loss": 1.0, "accuracy": 0.8})
     raises(ValueError, "3 tokens; this model reads 1 to 2", task.model_ids, model, "a b c")
     raises(ValueError, "0 tokens", task.model_ids, model, " ")
-    raises(ValueError, "x.tsv: every pair has more than 2 tokens", task.encode_pairs, [(["a", "b", "c"], ["d"])],
-           "x.tsv", 2)
-    task.valid = [task.train[i] for i in range(5)]
-    with swapped(train.Translate, "answers", lambda task, model, rows: ["?"] * len(rows)):
-        assert task.samples(model, 1) == [  # the second three of five
-            f"{' '.join(task.source.decode(src))}  ->  ? ({' '.join(task.target.decode(tgt[1:]))})"
-            for src, tgt in (task.valid[i] for i in (3, 4, 0))]
+    raises(ValueError, "x.tsv: every pair has more than 2 tokens", task.encode_pairs, [("abc", "d")], "x.tsv", 2)
 
 
 def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
-    for name in "copy", "sentiment":
-        task = train.TASKS[name].read(train.recipe_options(name))
-        model = task.build(task.config(train.recipe_options(name)))
-        assert task.samples(model, len(task.valid)) == task.samples(model, 0) != task.samples(model, 1)
-        ids, expected = task.valid[0]
-        label = task.labels[expected] if name == "sentiment" else train.join_tokens(task.target.decode(expected[1:]))
-        text = train.join_tokens(task.vocabulary.decode(ids))
-        assert re.fullmatch(rf"{text}  ->  [^\t]* \({label}\)", task.samples(model, 0)[0])
+    copy, sentiment = toy("copy")[0], toy("sentiment")[0]
+    copy.valid = [(copy.encode(text), [BOS, *copy.encode("7 7")]) for text in ("1 2", "3", "4")]
+    sentiment.valid = [(sentiment.encode("the film is good"), 1), (sentiment.encode("so dull"), 0)]
+    for task, shown, lines in [(copy, 1, ["3  ->  a 0.9 (7 7)"]), (sentiment, 1, ["so dull  ->  a 0.9 (negative)"]),
+                               (copy, 2, ["4  ->  a 0.9 (7 7)", "1 2  ->  a 0.9 (7 7)"])]:
+        with swapped(task, "answers", lambda model, rows: ["a\t0.9"] * len(rows)), swapped(task, "shown", shown):
+            assert task.samples(None, 1) == lines
+    assert (train.Copy.shown, train.Sentiment.shown, train.Translate.shown) == (1, 1, 3)
 
 
 # --- train.py: the loop
@@ -1167,8 +1163,8 @@ def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
 def test_loss_is_pytorchs_mean_over_the_labels_that_count():
     logits, labels = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 3, -100, 4, -100, 1])
     for smoothing in 0.0, 0.1:
-        assert torch.allclose(train.mean_loss(logits, labels, smoothing),
-                              F.cross_entropy(logits, labels, label_smoothing=smoothing))
+        same(train.mean_loss(logits, labels, smoothing),
+             F.cross_entropy(logits, labels, label_smoothing=smoothing), atol=1e-6)
     loss = train.mean_loss(logits, torch.full((6,), -100), 0.1)  # a batch without labels: no nan
     loss.backward()
     assert loss.item() == 0 and logits.grad.abs().sum() == 0
@@ -1196,7 +1192,7 @@ def test_the_rate_warms_up_and_falls_to_zero():
 @slow
 def test_training_equals_a_plain_loop():
     for name, smoothing, options in ("copy", 0.0, "--batch-size 8"), ("translate", 0.1, "--data pairs.tsv"):
-        argv = f"--task {name} --steps 3 --warmup 1 --lr 0.01 --dropout 0.1 {options}".split() + [*SMALL]
+        argv = f"{SMALL} --task {name} --steps 3 --warmup 1 --lr 0.01 --dropout 0.1 {options}".split()
         with working_directory(), quick_copy(), contextlib.redirect_stdout(io.StringIO()):
             write("pairs.tsv", PAIRS * 40)
             task, model, args, path, *_ = train.prepare(name, train.make_parser().parse_args(argv), argv)
@@ -1263,7 +1259,7 @@ def test_the_best_weights_are_kept_not_the_last():
     losses = iter([3.0, 1.0, 1.0, 2.0])
     with working_directory(), quick_copy(), counted(train, "save_checkpoint") as save, \
             swapped(train.Copy, "evaluate", lambda *args: {"loss": next(losses), "accuracy": 0.5}):
-        run_train(*"--task copy --steps 12 --batch-size 1".split(), *SMALL)
+        run_train("--task copy --steps 12 --batch-size 1")
         checkpoint = saved("checkpoints/copy.pt")
     assert checkpoint["step"] == 9 and checkpoint["metrics"]["loss"] == 1.0  # of equals the one that trained longer
     assert [(entry["loss"], entry["step"]) for entry in checkpoint["history"]] == [(3, 3), (1, 6), (1, 9), (2, 12)]
@@ -1272,9 +1268,12 @@ def test_the_best_weights_are_kept_not_the_last():
 
 
 def weights_after(line):
-    """All weights of a copy model as one tensor."""
-    with working_directory(), quick_copy():
-        run_train("--task", "copy", *line.split(), *SMALL)
+    """All weights of a copy model as one tensor, trained in a thread, as in a notebook's or a server's."""
+    with working_directory(), quick_copy(), contextlib.redirect_stdout(io.StringIO()):
+        argv = f"--device cpu --task copy {SMALL} {line}".split()
+        thread = threading.Thread(target=train.main, args=(argv,))
+        thread.start()
+        thread.join()
         return torch.cat([w.flatten() for w in saved("checkpoints/copy.pt")["model"].values()])
 
 
@@ -1292,13 +1291,13 @@ def test_the_same_seed_gives_the_same_weights():
 
 @slow
 def test_fused_trains_to_the_formulas_weights_and_bf16_close_to_them():
-    formula, fused, bf16 = (weights_after(f"--steps 8 --lr 5e-4 {option}")
-                            for option in ("", "--fused", "--precision bf16"))
+    with counted(train, "Run") as run:
+        formula, bf16, fused = (weights_after(f"--steps 8 --lr 5e-4 {option}")
+                                for option in ("", "--precision bf16", "--fused"))
     assert (fused - formula).abs().max() < 1e-3 and 1e-6 < (bf16 - formula).abs().mean() < 3e-3
-    with working_directory(), quick_copy(), counted(train, "Run") as run:
-        run_train(*"--task copy --steps 1 --fused".split())
-    switches = [module.fused for module in run.call_args.args[0].modules() if hasattr(module, "fused")]
-    assert len(switches) == 3 + 7 and all(switches)  # attentions and norms of one layer on each side
+    switches = [[module.fused for module in call.args[0].modules() if hasattr(module, "fused")]
+                for call in run.call_args_list]
+    assert switches == [[False] * 10] * 2 + [[True] * 10]  # 3 attentions and 7 norms of one layer on each side
 
 
 def interrupted_at(step):
@@ -1317,19 +1316,18 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted():
                           ("translate", "--data pairs.tsv --epochs 3 --batch-size 12")]:
         with working_directory(), quick_copy():
             write("pairs.tsv", PAIRS)
-            options = ["--task", task, *options.split(), "--dropout", "0.2", *SMALL]
-            run_train(*options, "--checkpoint", "whole.pt")
+            options += f" --task {task} --dropout 0.2 --checkpoint"
+            run_train(f"{options} whole.pt")
             whole = saved("whole.pt")
-            with swapped(train, "Progress", interrupted_at(whole["history"][1]["step"] - 1)):
-                status, _, err = on_cpu(train.main, "--checkpoint parts.pt", *options)
-            command = f"python train.py --task {task} --checkpoint parts.pt --resume"
-            assert status == 130
-            assert f"train.py: interrupted after step {whole['history'][0]['step']}; to continue: {command}\n" in err
+            first, second, *_, last = (entry["step"] for entry in whole["history"])
+            with swapped(train, "Progress", interrupted_at(second - 1)):
+                err = run_train(f"{options} parts.pt", status=130)[1]
+            resume = f"--task {task} --checkpoint parts.pt --resume"
+            assert f"train.py: interrupted after step {first}; to continue: python train.py {resume}\n" in err
             assert len(saved("parts.pt")["history"]) == 1 and {"run", "options"} < saved("parts.pt").keys()
-            assert "resuming after step" in run_train(*command.split()[2:])
-            same_runs(whole, saved("parts.pt"))
-            assert f"parts.pt: the run is complete, {whole['history'][-1]['step']} " in run_train(*command.split()[2:])
-            same_runs(whole, saved("parts.pt"))
+            for message in f"resuming after step {first}", f"parts.pt: the run is complete, {last} ":
+                assert message in run_train(resume, small="")[0]
+                same_runs(whole, saved("parts.pt"))
 
 
 def train_as_a_rank():
@@ -1338,16 +1336,16 @@ def train_as_a_rank():
         if not share:
             share.extend([len(batch[0]), torch.initial_seed()])
         return right(task, model, batch)
-    share, right, dropout = [], train.Copy.predict, f"--steps 6 --batch-size 8 --dropout 0.3 {' '.join(SMALL)}"
+    share, right, dropout = [], train.Copy.predict, "--steps 6 --batch-size 8 --dropout 0.3"
     with quick_copy(), swapped(train.Copy, "predict", predict):
-        for progress, line in [(train.Progress, f"--steps 1 --batch-size 7 --checkpoint two.pt {' '.join(SMALL)}"),
+        for progress, line in [(train.Progress, "--steps 1 --batch-size 7 --checkpoint two.pt"),
                                (train.Progress, f"{dropout} --checkpoint whole.pt"),
                                (interrupted_at(5), f"{dropout} --checkpoint parts.pt"),
                                (train.Progress, "--resume --checkpoint parts.pt")]:
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
             with swapped(train, "Progress", progress):
                 try:
-                    train.main(["--device", "cpu", "--task", "copy", *line.split()])
+                    train.main(f"--device cpu --task copy {SMALL} {line}".split())
                 except KeyboardInterrupt:
                     torch.distributed.destroy_process_group()
     write(f"share-{os.environ['RANK']}", f"{share[0]} {share[1]}")
@@ -1375,7 +1373,7 @@ def test_two_processes_make_the_run_of_one_and_resume_it():
         shares = [Path(f"share-{rank}").read_text().split() for rank in "01"]
         assert [rows for rows, _ in shares] == ["4", "3"] and shares[0][1] != shares[1][1]  # rows, dropout
         same_runs(saved("whole.pt"), saved("parts.pt"))
-        run_train(*"--task copy --steps 1 --batch-size 7 --checkpoint one.pt".split(), *SMALL)
+        run_train("--task copy --steps 1 --batch-size 7 --checkpoint one.pt")
         one, two = saved("one.pt"), saved("two.pt")
         assert abs(one["history"][0]["train_loss"] - two["history"][0]["train_loss"]) < 1e-6
         # but for keys' biases, whose gradient is 0 but for rounding, of which Adam makes a whole step
@@ -1392,10 +1390,10 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
     with working_directory():
         write("pairs.tsv", PAIRS)
         with swapped(train, "Progress", interrupted_at(5)):
-            assert on_cpu(train.main, f"{options} --checkpoint x.pt", *SMALL)[0] == 130
+            run_train(f"{options} --checkpoint x.pt", status=130)
         with swapped(train, "Progress", interrupted_at(2)):
-            status, _, err = on_cpu(train.main, f"{options} --checkpoint first.pt", *SMALL)
-        assert status == 130 and "interrupted in the first round; nothing of it is saved" in err
+            _, err = run_train(f"{options} --checkpoint first.pt", status=130)
+        assert "interrupted in the first round; nothing of it is saved" in err
         for line, message in [("--d-model 32", "--d-model 32: the interrupted run has 16"),
                               ("--fused", "--fused True: the interrupted run has none"),
                               ("--steps 9", "--steps 9: the interrupted run has none"),
@@ -1403,10 +1401,10 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
                               ("--task sentiment", "nothing to resume: x.pt holds no sentiment run")]:
             refused(train.main, message, f"--task translate --checkpoint x.pt --resume {line}")
         write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)
-        status, _, err = on_cpu(train.main, "--task translate --checkpoint x.pt --resume")
-        assert status == 2 and "pairs.tsv is not what the interrupted run was trained on" in err
-        status, _, err = on_cpu(train.main, f"{options} --checkpoint x.pt", *SMALL)
-        assert status == 0 and "x.pt holds an unfinished run (step 4), which this one replaces" in err
+        _, err = run_train("--task translate --checkpoint x.pt --resume", status=2)
+        assert "pairs.tsv is not what the interrupted run was trained on" in err
+        _, err = run_train(f"{options} --checkpoint x.pt")
+        assert "x.pt holds an unfinished run (step 4), which this one replaces" in err
         assert "python train.py --task translate --checkpoint x.pt --resume" in err
 
 
@@ -1415,13 +1413,13 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_weights():
     losses = iter([1.0] * 4 + [math.nan] * 2)
     with working_directory(), quick_copy():
         with swapped(train, "mean_loss", lambda logits, *rest: logits.mean() * 0 + next(losses)):
-            status, out, _ = on_cpu(train.main, "--task copy --steps 6", *SMALL)
-        assert status == 1 and out.count("not finite") == 1 and "best weights so far are in checkpoints/copy.pt" in out
+            out, _ = run_train("--task copy --steps 6", status=1)
+        assert out.count("not finite") == 1 and "best weights so far are in checkpoints/copy.pt" in out
         before = Path("checkpoints/copy.pt").read_bytes()
         assert saved("checkpoints/copy.pt")["step"] == 3
         with swapped(train.Copy, "evaluate", lambda *args: {"loss": math.nan, "accuracy": 0.0}):
-            status, out, _ = on_cpu(train.main, "--task copy --steps 2", *SMALL)
-        assert status == 1 and "Nothing is saved" in out and Path("checkpoints/copy.pt").read_bytes() == before
+            out, _ = run_train("--task copy --steps 2", status=1)
+        assert "Nothing is saved" in out and Path("checkpoints/copy.pt").read_bytes() == before
 
 
 @slow
@@ -1430,11 +1428,11 @@ def test_toys_take_one_thread_larger_models_and_the_users_word_more():
     before = torch.get_num_threads()
     with working_directory(), swapped(train, "train", lambda *args: asked.append(torch.get_num_threads()) or 0):
         torch.set_num_threads(2)
-        for environment, options in ({}, []), ({}, ["--d-model", "128"]), ({"OMP_NUM_THREADS": "2"}, []):
+        for environment, size in ({}, 64), ({}, 128), ({"OMP_NUM_THREADS": "2"}, 64):
             with mock.patch.dict(os.environ, environment):
                 if not environment:
                     os.environ.pop("OMP_NUM_THREADS", None)
-                run_train("--task", "copy", *options)
+                run_train(f"--task copy --d-model {size}")
                 assert torch.get_num_threads() == 2
         torch.set_num_threads(before)
     assert asked == [1, 2, 2]
@@ -1446,11 +1444,11 @@ def test_toys_take_one_thread_larger_models_and_the_users_word_more():
 @slow
 def test_a_failed_write_keeps_the_old_checkpoint():
     with working_directory(), quick_copy():
-        run_train(*"--task copy --steps 1".split(), *SMALL)
+        run_train("--task copy --steps 1")
         before = Path("checkpoints/copy.pt").read_bytes()
         with swapped(os, "replace", side_effect=OSError(28, "No space left on device")):
-            status, _, err = on_cpu(train.main, "--task copy --steps 2", *SMALL)
-        assert status == 2 and "train.py: error: checkpoints/copy.pt: No space left on device\n" in err
+            _, err = run_train("--task copy --steps 2", status=2)
+        assert "train.py: error: checkpoints/copy.pt: No space left on device\n" in err
         assert os.listdir("checkpoints") == ["copy.pt"] and Path("checkpoints/copy.pt").read_bytes() == before
 
 
@@ -1463,12 +1461,13 @@ def test_a_checkpoint_goes_where_a_link_or_a_tilde_points_and_never_over_a_forei
         os.symlink("real/target.pt", "link.pt")
         for place, target in [("link.pt", "real/target.pt"), ("~/home.pt", "home.pt"), ("new/deep.pt", "new/deep.pt")]:
             for _ in range(2):  # the second replaces the first
-                assert on_cpu(train.main, line, place, *SMALL)[0] == 0 and saved(target)["task"] == "copy"
+                run_train(f"{line} {place}")
+                assert saved(target)["task"] == "copy"
         assert os.path.islink("link.pt") and not os.path.exists("~")
         write("notes.pt", "my notes")
         for place, message in [("notes.pt", "not a checkpoint"), ("notes.txt", "must end in .pt"), ("", "is empty"),
                                ("x" * 260 + ".pt", "name too long"), ("real/target.pt/x.pt", "target.pt")]:
-            assert refused(train.main, message, line, place, *SMALL) == ""
+            assert refused(train.main, message, line, place) == ""
         assert Path("notes.pt").read_text() == "my notes"
 
 
@@ -1477,11 +1476,11 @@ def test_each_data_file_has_a_checkpoint_of_its_own():
     with working_directory():
         for name in "pairs.de-en.tsv", "copy.tsv":
             write(name, PAIRS)
-        status, out, _ = on_cpu(train.main, "--task translate --steps 1 --data pairs.de-en.tsv", *SMALL)
-        assert status == 0 and os.listdir("checkpoints") == ["pairs.de-en.pt"]
+        out, _ = run_train("--task translate --steps 1 --data pairs.de-en.tsv")
+        assert os.listdir("checkpoints") == ["pairs.de-en.pt"]
         assert "saved to checkpoints/pairs.de-en.pt\nask it: python translate.py --checkpoint checkpoints/pairs" in out
         write("pairs.de-en.tsv", "other words\tmore words\n" * 9 + PAIRS)
-        err = on_cpu(train.main, "--task translate --steps 1 --data pairs.de-en.tsv", *SMALL)[2]
+        _, err = run_train("--task translate --steps 1 --data pairs.de-en.tsv")
         assert "checkpoints/pairs.de-en.pt holds a model of other data, which this run replaces" in err
         refused(train.main, "checkpoints/copy.pt is the place of a toy", "--task translate --data copy.tsv")
 
@@ -1563,17 +1562,6 @@ def test_devices():
 
 
 @slow
-def test_training_works_in_a_thread():
-    with working_directory(), quick_copy(), contextlib.redirect_stdout(io.StringIO()):
-        result = []
-        argv = ["--device", "cpu", "--task", "copy", "--steps", "1", *SMALL]
-        thread = threading.Thread(target=lambda: result.append(train.main(argv)))
-        thread.start()
-        thread.join()
-    assert result == [0]
-
-
-@slow
 def test_a_closed_pipe_and_a_full_disk_end_the_process_without_a_traceback():  # not even when the exit flushes again
     with with_toys():
         for line, shell, status, message in [
@@ -1618,7 +1606,7 @@ def test_run_meets_every_kind_of_stream_and_error():
                                    (KeyboardInterrupt("; goes on"), 130, "test_all.py: interrupted; goes on\n")]:
         found, _, err = call(failing(error))
         assert (found, err.lstrip("\n")) == (status, message)
-    argv = ["--device", "cpu", "--task", "copy", "--steps", "1", *SMALL]
+    argv = f"--device cpu --task copy --steps 1 {SMALL}".split()
     with working_directory(), quick_copy(), contextlib.redirect_stderr(io.StringIO()) as err:
         for stdout, status in (Closed(), "141"), (None, "0"):
             with swapped(sys, "stdout", stdout):
@@ -1720,8 +1708,8 @@ def test_a_translation_is_learned_from_pairs_in_a_file_and_scored_with_bleu():
         return argparse.Namespace(score=100 * sum(a == b for a, b in zip(generated, *targets)) / len(generated))
     with working_directory():
         write("pairs.tsv", PAIRS)
-        run_train(*"--task translate --data pairs.tsv --valid pairs.tsv --steps 60 --warmup 10".split(),
-                  *"--batch-size 200 --dropout 0 --layers 1 --d-model 32".split())
+        run_train("--task translate --data pairs.tsv --valid pairs.tsv --steps 60 --warmup 10 --batch-size 200 "
+                  "--dropout 0 --d-model 32 --heads 4 --d-ff 256")
         model = "--checkpoint checkpoints/pairs.pt"
         assert on_cpu(translate.main, model, "a v") == (0, "v a\n", "")
         write("pairs.tsv", PAIRS + "a b c d\tA B\n")  # too long for the model: left out of the loss, wrong for BLEU
@@ -1754,7 +1742,7 @@ def test_wrong_arguments_of_translate_are_one_line():
         torch.save({**saved("checkpoints/copy.pt"), "config": {}}, "config.pt")
         torch.save({k: v for k, v in saved("checkpoints/copy.pt").items() if k != "history"}, "part.pt")
         write("pairs.tsv", PAIRS)
-        run_train(*"--task translate --data pairs.tsv --steps 1".split(), *SMALL)
+        run_train("--task translate --data pairs.tsv --steps 1")
         for line, message in [("3 11", "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
                               ("0", "not a symbol"), ("-1", "not a symbol"), ("<eos>", "not a symbol"),
                               ("1 " * 11, "11 tokens; this model reads 1 to 10"), ("--beams 0", "of at least 1"),
@@ -2201,8 +2189,7 @@ def test_a_model_of_other_data_is_drawn_and_measured_on_it():
         for task, option, target in ("translate", "--source", "{1} {0} {1}"), ("sentiment", "--text", "{1}"):
             data, ask = f"{task}.tsv", ("--device", "cpu", "--checkpoint", f"{task}.pt")
             Path(data).write_text("".join(f"{a} {b}\t{target.format(a, b)}\n" for a in words for b in words), "utf-8")
-            run_train("--task", task, "--data", data, "--steps", "2", "--checkpoint", f"{task}.pt", "--layers", "1",
-                      "--d-model", "8", "--heads", "2", "--d-ff", "8")
+            run_train(f"--task {task} --data {data} --steps 2 --checkpoint {task}.pt --d-model 8")
             measured = f"measured on 7 of 25 lines of {data}; {train.TASKS[task].metric} on these"
             for argv, message in [(["--data", data], measured), ([option, "a u"], "measured on the given text")]:
                 status, out, err = call(visualize.main, *ask, *argv)
@@ -2417,7 +2404,7 @@ def drills(names, seed):
         what, _, _, own = DRILLS.get(name, ("none", None, None, []))
         with working_directory(), drilled(name) if own else contextlib.nullcontext(), \
                 swapped(train.Copy, "score", lambda task, metrics: (-metrics["loss"],)):  # as one who trusts the loss
-            run_train("--task", "copy", "--seed", str(seed))
+            run_train(f"--task copy --seed {seed}", small="")
             task, model, checkpoint = train.load_checkpoint(train.default_path("copy"), "cpu")
             task.valid = task.toy_examples()
             forced = train.Task.evaluate(task, model, "cpu")
