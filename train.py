@@ -229,11 +229,11 @@ class Task:
         return metrics["accuracy"], -metrics["loss"]
 
     def samples(self, model, number):
-        """A few lines: text  ->  the model's answer (what is expected)."""
+        """A few lines: text  ->  the model's answer, a space for its tab (what is expected)."""
         chosen = [self.valid[(number * self.shown + i) % len(self.valid)] for i in range(self.shown)]
         answers = self.answers(model, [example[0] for example in chosen])
         return [f"{join_tokens(self.vocabulary.decode(example[0]))}  ->  {answer.expandtabs(1)} ({self.expected(example)})"
-                for example, answer in zip(chosen, answers)]  # (a label and its probability have a tab between)
+                for example, answer in zip(chosen, answers)]
 
     def toy_examples(self):
         """Held-out examples that need no file; None for a model that was trained on one."""
@@ -745,8 +745,9 @@ def save_checkpoint(path, checkpoint):
 
 def load_checkpoint(path, device):
     """The task, the model in evaluation mode and the saved dict. ValueError if the file is not a checkpoint."""
+    file = io.BytesIO(Path(path).read_bytes())  # an OSError here is not the content's fault
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        checkpoint = torch.load(file, map_location=device, weights_only=True)
         known = checkpoint["task"] in TASKS
         if known and CHECKPOINT <= checkpoint.keys():
             task = TASKS[checkpoint["task"]](checkpoint["vocab"])
@@ -754,9 +755,7 @@ def load_checkpoint(path, device):
             model.load_state_dict(checkpoint["model"])
             return task, model.to(device).eval(), checkpoint
         reason = f"the task {checkpoint['task']!r} is unknown" if not known else "a key is missing"
-    except Exception as error:  # a file of any content comes here, and torch.load refuses in many ways
-        if isinstance(error, OSError) and error.filename:
-            raise  # it cannot be opened
+    except Exception:  # torch.load refuses in many ways
         reason = "it cannot be read"
     raise ValueError(f"{path}: not a checkpoint that this train.py wrote ({reason})")
 
@@ -939,7 +938,7 @@ def prepare(name, typed, argv):
     args = with_defaults(argv, defaults)
     args.task = name
     if typed.epochs and args.steps:
-        raise ValueError(f"--epochs {typed.epochs}: the length of this run is given in --steps ({args.steps})")
+        raise ValueError(f"--epochs {typed.epochs}: this run counts steps ({args.steps}); use --steps alone")
     for key, value in saved_options(args).items() if typed.resume else ():
         if value != saved["options"][key]:
             raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
