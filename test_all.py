@@ -407,9 +407,7 @@ def test_transformer_layer_py_follows_a_vector_through_both_norm_orders():
 
 
 def test_embeddings_times_sqrt_d_model_are_as_large_as_the_positions():
-    embed = Embeddings(64, 500)
-    assert abs(embed.embedding.weight.std() - 64 ** -0.5) < 0.003
-    ids = torch.tensor([[3, 9, 3]])
+    embed, ids = Embeddings(64, 500), torch.tensor([[3, 9, 3]])
     same(embed(ids), embed.embedding.weight[ids] * 8)
     assert 0.5 < embed(torch.arange(500)[None]).std() / PositionalEncoding(64).table.std() < 2
 
@@ -456,7 +454,7 @@ def test_every_float_type_stays_finite_and_keeps_its_type():
         norm.fused = sdpa.fused = fused
         signs = torch.tensor([1, -1, 1, -1], dtype=dtype)
         same(norm(300 * signs), signs, atol=1e-3)  # the square of 300 overflows float16
-        q = torch.full((1, 2, 4, 64), 60.0, dtype=dtype, requires_grad=True)  # q k = 230,400 too, but divided by
+        q = torch.full((1, 2, 4, 64), 60.0, dtype=dtype, requires_grad=True)  # q k = 230,400 does too; divided by
         k = (q * signs[:, None]).detach()                                     # sqrt(64) it is 28,800
         for m in (None, mask):
             output, weights = sdpa(q, k, k, m)
@@ -468,8 +466,8 @@ def test_every_float_type_stays_finite_and_keeps_its_type():
 def test_a_dropout_of_one_leaves_what_lies_beside_or_after_it_alone_and_in_evaluation_everything():
     x, ff, sdpa = rand(2, 3, 8), PositionwiseFeedForward(8, 16, 1.0).double(), ScaledDotProductAttention(1.0)
     pre, post = (SublayerConnection(8, 1.0, norm_first).double() for norm_first in (True, False))
-    same(pre(x, torch.cos), x)
-    same(post(x, torch.cos), post.norm(x))
+    same(pre(x, lambda x: x + torch.arange(8)), x)
+    same(post(x, lambda x: x + torch.arange(8)), post.norm(x))
     same(ff(x), ff.w_2.bias.expand_as(x))
     same(PositionalEncoding(8, dropout=1.0).double()(x), torch.zeros_like(x))
     for fused, mask in itertools.product((False, True), (None, subsequent_mask(3))):
@@ -525,9 +523,7 @@ def test_defaults_are_those_that_the_text_promises():
         options = inspect.signature(function).parameters.values()
         found = {option.name: option.default for option in options if option.default is not option.empty}
         assert found == wanted, (function.__name__, found)
-    fused = {(type(module), module.fused) for model in (small_model(), small_classifier())
-             for module in model.modules() if hasattr(module, "fused")}
-    assert fused == {(ScaledDotProductAttention, False), (LayerNorm, False)}  # the formula, unless asked otherwise
+    assert not ScaledDotProductAttention().fused and not LayerNorm(8).fused  # the formula, unless asked otherwise
 
 
 def test_encoder_and_decoder_equal_pytorchs_with_one_closing_norm_in_pre_norm_and_none_in_post_norm():
@@ -683,7 +679,8 @@ def eager_model(seed, bos=BOS, eos=EOS, pad=PAD, unk=UNK, **options):
 
 def test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_each_row_alone():
     steps = []  # at how many different steps a batch's rows ended
-    for norm_first, seed, beams in itertools.product((True, False), (4, 6), (1, 3, 12)):  # at first, 8 tokens for 12
+    cases = *itertools.product((True, False), (4, 6), (1, 3)), (True, 4, 12)  # 12 beams: at first, 8 tokens for them
+    for norm_first, seed, beams in cases:
         model = eager_model(seed, norm_first=norm_first)
         wanted = slow_decode(model, SRC, 6, beams)
         steps.append(len(set((wanted != PAD).sum(1).tolist())))
