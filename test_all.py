@@ -2218,12 +2218,8 @@ def test_a_file_imports_only_from_files_to_its_left_and_checks_nothing_with_asse
 
 
 def test_importing_needs_neither_numpy_nor_matplotlib_and_does_nothing():
-    code = f"""
-import sys
-sys.modules["numpy"] = sys.modules["matplotlib"] = None  # whoever imports them now gets an ImportError
-import {", ".join(SOURCES)}, torch
-print(torch.cuda.is_initialized())
-"""
+    code = ("import sys; sys.modules['numpy'] = sys.modules['matplotlib'] = None; "  # their import now fails
+            f"import {', '.join(SOURCES)}, torch; print(torch.cuda.is_initialized())")
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stdout + done.stderr
 
