@@ -703,6 +703,23 @@ def test_greedy_and_beam_decode_equal_a_slow_loop_with_and_without_cache_and_eac
     assert max(steps) >= 3, f"no batch's rows ended at three different steps: {steps}; choose other seeds"
 
 
+def test_beam_decode_finds_the_best_of_all_sequences_when_there_is_a_beam_for_each():
+    allowed, lengths = [EOS, 4, 5, 6], set()
+    everything = [s for n in (1, 2, 3) for s in itertools.product(allowed, repeat=n)
+                  if EOS not in s[:-1] and (n == 3 or s[-1] == EOS)]
+
+    def mean_log_probability(s):
+        logits = run_model(model, row[None], torch.tensor([[BOS, *s[:-1]]]))[0][:, allowed]
+        return logits.log_softmax(dim=-1)[range(len(s)), [allowed.index(token) for token in s]].mean()
+    for norm_first, seed, row in itertools.product((True, False), (0, 1), torch.tensor([[4, 5, 6, 6], [5, 6, 0, 0]])):
+        model = eager_model(seed, vocab=7, norm_first=norm_first).requires_grad_(False)
+        best = max(everything, key=mean_log_probability)
+        lengths.add(len(best))
+        for use_cache in True, False:
+            assert beam_decode(model, row[None], 3, len(everything), use_cache=use_cache).tolist() == [[*best]]
+    assert lengths == {1, 2, 3}
+
+
 def test_a_finished_beam_keeps_its_slot_and_the_largest_mean_of_log_probabilities_wins():
     def chances(eos, four, five):
         p = torch.full((11,), (1 - eos - four - five) / 5)
