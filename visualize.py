@@ -256,7 +256,8 @@ class Subject:
         answer, tab, share = task.answers(model, [ids])[0].partition("\t")
         self.answer = f"{answer} ({float(share):.1%})" if tab else answer
 
-        row, target = ids + [PAD] * min(2, task.most_tokens(model) - len(self.tokens)), 0  # is padding looked at?
+        row = ids + [PAD] * min(2, task.most_tokens(model) - len(self.tokens))  # is padding looked at?
+        target = 0  # a label, which predict does not use
         if not classifies:
             target = [BOS, *greedy_decode(model, pad([row]).to(device), model.tgt_embed[1].max_len)[0].tolist()]
         drawn = [(row, target)]
@@ -332,7 +333,7 @@ SHADED_FROM = 0.10, 0.25, 0.50, 0.75  # the weights
 
 def text_map(weights, rows, columns, encoding, width):
     """A map (query, key) as lines of text, at most width wide; ASCII shades if the encoding lacks the others."""
-    shades = SHADES if SHADES.encode(encoding, "replace").decode(encoding) == SHADES else ASCII_SHADES
+    shades = SHADES if SHADES.encode(encoding, "ignore").decode(encoding) == SHADES else ASCII_SHADES
     left = max(map(cells, rows)) + 1
     narrowest = max(cells(label[:1]) for label in columns) + 1
     cell = max(narrowest, min(max(map(cells, columns)) + 1, (width - left) // len(columns)))
@@ -379,11 +380,8 @@ def new_figure(title, width, height):
 
 
 def draw_map(ax, values, rows, columns, masked=False, cell=0.4, texts=None, cmap="magma_r", vmin=0, vmax=1):
-    """One map (query, key) with its labels; cell: its cells' height in inches. Returns the image, for a colour bar.
-
-    Masked cells that hold no weight are left out, so that the hatched ground shows; nan and what is above the scale is
-    red. texts: what to write into the cells, in place of the numbers that small maps bear.
-    """
+    """One map (query, key) with its labels; returns the image. Masked cells without weight are hatched; nan and what is
+    above the scale is red. cell: the height of a cell in inches; texts: written into the cells in place of numbers."""
     import matplotlib
     if tuple(values.shape) != (len(rows), len(columns)):
         raise ValueError(f"{len(rows)} row labels and {len(columns)} column labels for a map of (query, key) = "
