@@ -228,8 +228,8 @@ def table(pairs):
 
 
 class Subject:
-    """A model and what is to be seen of it: question and answer; maps, {kind: Map} of that question, and maps_before,
-    the same before training; heads, pairs of a Head over many inputs and the same before training; report, a text."""
+    """A model and what is to be seen of it: question and answer; maps, what labelled_maps makes of that question, and
+    maps_before, the same before training; heads, pairs of a Head over many inputs and that before training; report."""
 
     def __init__(self, name, path, device, text=None, source=None, data=None):
         self.task, model, self.checkpoint = load_or_train(name, path, device)
@@ -246,12 +246,11 @@ class Subject:
         if text is None:
             raise ValueError(f"this model was trained on a file: say what to look at with {option} or --data")
 
-        ids = readable_ids(task, model, text, option)
-        self.tokens = tokenize(text)[:count_unknown(ids)[1]]  # those that are read
-        unknown = [token for token, i in zip(self.tokens, ids) if i == UNK]
+        ids = task.model_ids(model, text)
+        unknown, words = count_unknown(ids)
         if unknown:
-            print_notice(f"{len(unknown)} of {len(self.tokens)} words are unknown to this model: "
-                         f"{', '.join(unknown[:20])}")
+            print_notice(f"{unknown} of {words} words are unknown to this model")
+        self.tokens = tokenize(text)[:words]  # those that are read
         self.question = join_tokens(self.tokens)
         answer, tab, share = task.answers(model, [ids])[0].partition("\t")
         self.answer = f"{answer} ({float(share):.1%})" if tab else answer
@@ -263,40 +262,34 @@ class Subject:
         drawn = [(row, target)]
         set_seed(self.checkpoint["seed"])
         models = model, task.build(self.checkpoint["config"]).to(device)  # trained, untrained
-        self.maps, self.maps_before = (attention_maps(task, each, task.batch(drawn)) for each in models)
-        batch = task.batch(examples or drawn)
-        self.heads = list(zip(*(measure_heads(attention_maps(task, each, batch)) for each in models)))
+        self.maps, self.maps_before = (self.labelled_maps(attention_maps(task, each, task.batch(drawn)))
+                                       for each in models)
+        self.heads = list(zip(*(measure_heads(attention_maps(task, each, task.batch(examples or drawn)))
+                                for each in models)))
         accuracy = self.checkpoint["metrics"]["accuracy"]
         self.report = "\n".join([
             f"{path}: measured on {measured}; {task.metric} after training {accuracy:.1%}",
             *table(self.heads), "", *make_findings(find_problems(self.heads), accuracy)])
 
-    def labelled_map(self, kind, maps=None):
-        """A map of the text: weights (layers, heads, query, key), labels of rows and of columns, masked (query, key).
-        Padding is cut off, but where it is looked at it stays: that is the fault to see."""
-        seen = (maps or self.maps)[kind]
-        real = seen.rows[0] != PAD
-        weights = torch.stack([weights[0][:, real] for weights in seen.weights])
-        kept = (seen.columns[0] != PAD) | (weights != 0).any(0).any(0).any(0)
-        allowed, _, _ = key_masks(*seen[1:])
-        rows = self.labels(seen.rows[0][real].tolist(), generated=kind in ("decoder", "cross"))
-        columns = self.labels(seen.columns[0][kept].tolist(), generated=kind == "decoder")
-        return weights[..., kept], rows, columns, ~allowed[0][real][:, kept]
+    def labelled_maps(self, maps):
+        """{kind: Map} of one text -> {kind: (weights (layers, heads, query, key), labels of the rows, of the columns,
+        masked (query, key))}. Padding is cut off, but where it is looked at it stays: that is the fault to see."""
+        labelled = {}
+        for kind, (layers, rows, columns, causal) in maps.items():
+            real = rows[0] != PAD
+            weights = torch.stack([weights[0][:, real] for weights in layers])
+            kept = (columns[0] != PAD) | weights.flatten(0, 2).any(0)
+            allowed, _, _ = key_masks(rows, columns, causal)
+            labelled[kind] = (weights[..., kept], self.labels(rows[0][real], kind in ("decoder", "cross")),
+                              self.labels(columns[0][kept], kind == "decoder"), ~allowed[0][real][:, kept])
+        return labelled
 
     def labels(self, ids, generated):
         """The tokens of a row of ids that was generated or read, each label once; what was typed in place of <unk>."""
         if generated:
-            return numbered(self.task.target.tokens[i] for i in ids)
+            return numbered(self.task.target.tokens[i] for i in ids.tolist())
         return numbered(f"{typed}?" if i == UNK else self.task.vocabulary.tokens[i]
-                        for i, typed in itertools.zip_longest(ids, self.tokens))
-
-
-def readable_ids(task, model, text, option, report_cut=None):
-    """A text as ids. ValueError with the option's name if the model cannot read it."""
-    try:
-        return task.model_ids(model, text, report_cut)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
+                        for i, typed in itertools.zip_longest(ids.tolist(), self.tokens))
 
 
 def examples_to_measure(task, model, data):
@@ -542,14 +535,13 @@ def draw_all(subjects):
     for subject in subjects:
         title = f"{shorten(f'“{subject.question}”', 80)} → {shorten(subject.answer, 80)}"
         for kind in subject.maps:
-            weights, *labels = subject.labelled_map(kind)
+            weights, *labels = subject.maps[kind]
             layers = [f"layer {i + 1}" for i in range(len(weights))]
             if kind == "classifier":
                 title += "\nframed: the row of the first token, which TransformerClassifier reads"
             yield files[kind], draw_grid(kind, f"{kind}: {title}", layers, weights, *labels)
             if kind == "cross":
-                before, *_ = subject.labelled_map(kind, subject.maps_before)
-                both = torch.stack([before, weights], dim=1).flatten(0, 1)
+                both = torch.stack([subject.maps_before[kind][0], weights], dim=1).flatten(0, 1)
                 names = [f"{layer}\n{when}" for layer in layers for when in ("untrained", "trained")]
                 yield "08_untrained.png", draw_grid(kind, f"cross before and after training: {title}", names,
                                                     both, *labels)
@@ -644,10 +636,10 @@ def main(argv=None):
             subjects = [Subject(None, args.checkpoint, device, args.text, args.source, args.data)]
         else:
             text, source = TEXT if args.text is None else args.text, SOURCE if args.source is None else args.source
-            for name, asked, option in ("sentiment", text, "--text"), ("copy", source, "--source"):
+            for name, asked in ("sentiment", text), ("copy", source):
                 options = recipe_options(name)  # whether it can be read is known before the toys are trained
                 task = TASKS[name].read(options)
-                readable_ids(task, task.build(task.config(options)), asked, option, report_cut=str)
+                task.model_ids(task.build(task.config(options)), asked, report_cut=str)
             subjects = [Subject("sentiment", None, device, text=text), Subject("copy", None, device, source=source)]
     except ValueError as error:
         parser.error(str(error))
@@ -657,7 +649,7 @@ def main(argv=None):
         print(f"{subject.question} -> {subject.answer}")
     subject = subjects[0 if args.source is None and args.text is not None else -1]
     kind = list(subject.maps)[-1]
-    weights, rows, columns, _ = subject.labelled_map(kind)
+    weights, rows, columns, _ = subject.maps[kind]
     print(f"\n{kind} attention, layer {len(weights)}, mean of {weights.size(1)} heads; a row looks at the columns\n")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a notebook's stdout has none
     print(*text_map(weights[-1].mean(0), rows, columns, encoding, shutil.get_terminal_size().columns), "", sep="\n")
