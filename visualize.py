@@ -298,12 +298,13 @@ def examples_to_measure(task, model, data):
     if data and task.columns is None:
         raise ValueError("--data: this model was trained on examples that its task draws, not on a file")
     longest = task.most_tokens(model)
-    most = min(MOST_INPUTS, 1 + MOST_WEIGHTS // longest ** 2)
+    most = min(MOST_INPUTS, 1 + MOST_WEIGHTS // (longest + 1) ** 2)  # + 1: EOS
     if data:
         pairs = read_pairs(data, task.columns)
         some = pairs[::math.ceil(len(pairs) / most)]
         text = min((text for text, _ in some), key=lambda text: abs(len(tokenize(text)) - 10))
-        return task.encode_pairs(some, data, longest), f"{len(some)} of {len(pairs):,} lines of {data}", text
+        examples = task.encode_pairs(some, data, longest)
+        return examples, f"{len(examples)} of {len(pairs):,} lines of {data}", text
     examples = task.toy_examples()
     if examples is None:
         return None, "the given text alone (--data FILE measures more)", None
@@ -390,12 +391,11 @@ def draw_map(ax, values, rows, columns, masked=False, cell=0.4, texts=None, cmap
     ax.set_yticks(range(0, len(rows), step), rows[::step])
     if texts is None and cell < NUMBER_CELL:
         return image
+    numbers = [[f"{round(value, 2) + 0:.2f}".replace(".00", "") for value in row] for row in values.tolist()]  # no -0
     brightness = image.to_rgba(image.get_array())[..., :3] @ (0.299, 0.587, 0.114)
-    for i, j in itertools.product(range(len(rows)), range(len(columns))):
-        number = f"{round(values[i, j].item(), 2) + 0:.2f}".replace(".00", "")  # + 0: never -0
-        if not hidden[i, j]:
-            ax.text(j, i, texts[i][j] if texts else number, ha="center", va="center", fontsize=7,
-                    color="white" if brightness[i, j] < 0.5 else "black")
+    for i, j in (~hidden).nonzero().tolist():
+        ax.text(j, i, (texts or numbers)[i][j], ha="center", va="center", fontsize=7,
+                color="white" if brightness[i, j] < 0.5 else "black")
     return image
 
 
@@ -448,7 +448,7 @@ def draw_steps():
     axes = figure.subplot_mosaic("QKVtt;12345")
     axes["t"].set_axis_off()
     axes["t"].text(0, 0.5, "1. every query times every key\n2. smaller numbers, a softer softmax\n"
-                   "3. padding and the future are hatched\n4. each row becomes shares of 1\n"
+                   "3. −∞ (hatched) for padding and the future\n4. each row becomes shares of 1\n"
                    "5. the mean of V by these shares", fontsize=10, linespacing=1.8, va="center")
     for title, values, columns, style in [
             ("Q: what a word looks for", q, dims, signed),
@@ -456,7 +456,7 @@ def draw_steps():
             ("V: what it hands over", v, dims, signed),
             ("1. QKᵀ", scores, words, signed),
             ("2. divided by √d_k = 2", scores / 2, words, signed),
-            ("3. masked: −∞", (scores / 2).masked_fill(masked, -math.inf), words, dict(signed, masked=masked)),
+            ("3. masked", (scores / 2).masked_fill(masked, -math.inf), words, dict(signed, masked=masked)),
             ("4. softmax: a row sums to 1", weights, words, dict(masked=masked)),
             ("5. times V", output, dims, signed)]:
         ax = axes[title[0]]
