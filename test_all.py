@@ -1990,10 +1990,9 @@ def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
             (weights, ["a", "bb", "c"], ["x", "yyy", "x·2"], "utf-8", 80,
              ["   x   yyy x·2", "a      ░░░ ░░░", "bb ▒▒▒ ▓▓▓ ███", "c      ▒▒▒ ███", legend, "x·2 is the second x"]),
             ([[0.0, 0.0]], ["a"], ["x", "y"], "utf-8", 80, ["  x y", "a", legend]),  # a map of zeros is empty
-            ([[0.9, 0.9]], ["a"], ["x", "我b"], "utf-8", 80, ["  x   我b", "a ███ ███", legend]),
             ([[0.9] * 3], ["abc"], ["wörd"] * 3, "utf-8", 11, ["    w w w", "abc █ █ █", legend]),
-            ([[0.9] * 9], ["a"], ["我我"] * 9, "utf-8", 12, [
-                "  我 我 我", "a ██ ██ ██", legend, "the last 6 of 9 columns do not fit into the terminal's width"]),
+            ([[0.9] * 9], ["我"], ["x", *["我我"] * 8], "utf-8", 13, [
+                "   x  我 我", "我 ██ ██ ██", legend, "the last 6 of 9 columns do not fit into the terminal's width"]),
             ([[0.9]], ["กิ"], ["x\u200d"], "utf-8", 80, ["  x\u200d", "กิ █", legend]),  # one wide, each
             ([[0.9, 0.3]], ["schöner"], ["ö", "b"], "cp1252", 80, [
                 "        ö b", "schöner # :", ". from 0.10, : from 0.25, * from 0.50, # from 0.75"])]:

@@ -24,9 +24,8 @@ import shutil
 import sys
 import unicodedata
 import warnings
-from collections import Counter, namedtuple
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -44,13 +43,9 @@ MOST_WEIGHTS = 4_000_000  # of a head, over all inputs: where they are long, few
 
 # ------------------------------------------------------------------------------------------------------- the weights
 
-
-class Map(NamedTuple):
-    """The attention of one kind over a batch; ids are PAD where there is no token."""
-    weights: list          # (batch, heads, query, key) for each layer
-    rows: torch.Tensor     # (batch, query) ids that the queries stand for
-    columns: torch.Tensor  # (batch, key) ids that are looked at
-    causal: bool
+# The attention of one kind over a batch: weights (batch, heads, query, key) for each layer, the ids (batch, query) that
+# the queries stand for and those (batch, key) that are looked at, PAD where there is no token, and whether it is causal.
+Map = namedtuple("Map", ["weights", "rows", "columns", "causal"])
 
 
 def attention_maps(task, model, batch):
@@ -314,11 +309,9 @@ def examples_to_measure(task, model, data):
 
 def numbered(words):
     """Words as labels: long ones cut, repeated ones numbered."""
-    counts, labels = Counter(), []
-    for word in (shorten(word, 14) for word in words):
-        counts[word] += 1
-        labels.append(word if counts[word] == 1 else f"{word}·{counts[word]}")
-    return labels
+    words = [shorten(word, 14) for word in words]
+    counts = [words[:i].count(word) for i, word in enumerate(words, start=1)]
+    return [word if count == 1 else f"{word}·{count}" for word, count in zip(words, counts)]
 
 
 SHADES, ASCII_SHADES = "░▒▓█", ".:*#"
