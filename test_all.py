@@ -1865,13 +1865,14 @@ def test_findings_say_where_how_much_and_whether_the_task_is_solved():
 
 
 def test_statistics_are_those_of_a_slow_loop():
-    rows, columns = torch.tensor([[5, 6, 7], [5, 6, PAD]]), torch.tensor([[5, 6, 7, 8, PAD], [5, 6, 7, PAD, PAD]])
-    weights = random_weights(2, 2, 3, 5, mask=(columns != PAD)[:, None, None])
+    rows = torch.tensor([[5, 6, 7], [5, 6, PAD], [5, PAD, PAD]])
+    columns = torch.tensor([[5, 6, 7, 8, PAD], [5, 6, PAD, PAD, PAD], [5, PAD, PAD, PAD, PAD]])
+    weights = random_weights(3, 2, 3, 5, mask=(columns != PAD)[:, None, None])
     weights[0, 1, 2] = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.2])  # padding, and a sum of 0.9
     mean = statistics.mean
     for h, head in enumerate(visualize.head_statistics("cross", 1, weights, rows, columns, False)):
-        queries = [(weights[b, h, q].tolist(), weights[b, 1 - h, q].tolist(), q, 4 - b)  # with the number of keys
-                   for b in range(2) for q in range(3 - b)]
+        queries = [(weights[b, h, q].tolist(), weights[b, 1 - h, q].tolist(), q, 4 - 2 * b)  # with the number of keys
+                   for b in range(2) for q in range(3 - b)]  # with one key, the third has no choice: it does not count
         apart = mean(sum(abs(x - y) for x, y in zip(row, other)) / 2 for row, other, *_ in queries)
         expected = visualize.Head(
             "cross", 1, h + 1, nan=0, future=0, apart=[0, apart] if h == 0 else [apart, 0],

@@ -43,8 +43,8 @@ MOST_WEIGHTS = 4_000_000  # of a head, over all inputs: where they are long, few
 
 # ------------------------------------------------------------------------------------------------------- the weights
 
-# The attention of one kind over a batch: weights (batch, heads, query, key) for each layer, the ids (batch, query) that
-# the queries stand for and those (batch, key) that are looked at, PAD where there is no token, and whether it is causal.
+# The attention of one kind over a batch: weights (batch, heads, query, key) for each layer; the ids (batch, query) that
+# the queries stand for and the ids (batch, key) that are looked at, PAD where there is no token; whether it is causal.
 Map = namedtuple("Map", ["weights", "rows", "columns", "causal"])
 
 
@@ -374,7 +374,7 @@ def draw_map(ax, values, rows, columns, masked=False, cell=0.4, texts=None, cmap
         raise ValueError(f"{len(rows)} row labels and {len(columns)} column labels for a map of (query, key) = "
                          f"{tuple(values.shape)}")
     hidden = masked & (values <= 0)
-    painted = values.float().nan_to_num(2 * vmax).masked_fill(hidden, math.nan)
+    painted = values.nan_to_num(2 * vmax).masked_fill(hidden, math.nan)
     ax.patch.set(**MASKED)
     image = ax.imshow(painted.tolist(), cmap=matplotlib.colormaps[cmap].with_extremes(over="red"), vmin=vmin,
                       vmax=1.001 * vmax, aspect="auto", interpolation="nearest")  # a weight of 1 may be rounded up
