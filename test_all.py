@@ -2024,9 +2024,10 @@ def test_rows_are_queries_labels_unique_masked_cells_not_painted_and_numbers_rea
         assert (len(ax.get_xticks()), len(ax.get_yticks()), len(ax.texts)) == (ticks, ticks, texts), cell
 
 
-def test_maps_stand_in_a_grid_with_square_cells_labels_at_its_edge_and_the_row_that_the_classifier_reads_framed():
-    for kind, shape, side in ("classifier", (2, 3, 6, 9), 0.36), ("cross", (2, 3, 20, 20), 0.215), \
-            ("encoder", (1, 8, 50, 50), 0.07):
+def test_maps_stand_in_a_grid_of_square_cells_labels_at_its_edge_and_the_row_that_the_classifier_reads_framed():
+    for kind, shape, width, height in [("classifier", (2, 3, 6, 9), 9 * 0.36, 6 * 0.36),
+                                       ("cross", (2, 3, 20, 20), 4.3, 4.3), ("decoder", (8, 2, 50, 50), 3.5, 3.5),
+                                       ("encoder", (1, 8, 50, 50), 3.5, 3.5), ("encoder", (1, 3, 1, 2), 1, 1)]:
         layers, heads, queries, keys = shape
         names = [f"layer {i}" for i in range(layers)]
         figure = visualize.draw_grid(kind, "t", names, torch.rand(shape), ["a"] * queries, ["c"] * keys,
@@ -2035,12 +2036,12 @@ def test_maps_stand_in_a_grid_with_square_cells_labels_at_its_edge_and_the_row_t
         *maps, _ = figure.axes  # a colour bar
         for ax in maps:
             box = ax.get_window_extent()
-            assert abs(box.width / keys / 100 - side) < 0.1 * side > abs(box.height / queries / 100 - side), kind
+            assert abs(box.width / 100 - width) < 0.2 > abs(box.height / 100 - height), (kind, shape)
         assert [(ax.get_title(), ax.get_ylabel(), len(ax.patches)) for ax in maps] == [
             (f"head {h + 1}" * (name == names[0]), name * (h == 0), kind == "classifier" and name == names[-1])
             for name in names for h in range(heads)]
         assert {text.get_text() for text in figure.texts} == {
-            "t", "looks at (key)", "looks from (query)" + " to produce" * (kind == "cross")}
+            "t", "looks at (key)", "looks from (query)" + " to produce" * (kind in ("cross", "decoder"))}
         frames = [patch.get_window_extent().transformed(ax.transData.inverted()) for ax in maps for patch in ax.patches]
         assert all([round(y, 6) for y in sorted((frame.y0, frame.y1))] == [-0.5, 0.5] for frame in frames)
 
