@@ -1697,20 +1697,18 @@ def test_wrong_arguments_of_translate_are_one_line():
 
 # --- visualize.py
 
-ORDINARY = visualize.Head("cross", 1, 1, entropy=0.5, first=0.2, first_uniform=1.2, last=0.2, last_uniform=1.2,
-                          previous=0.2, same=0.2, next=0.2, padding=0.0, future=0.0, sum_error=0.0, nan=0,
-                          apart=[0.3, 0.3])
+ORDINARY = visualize.Head("cross", 1, 1, entropy=0.5, uniform=0.15, first=0.2, last=0.2, previous=0.2, same=0.2,
+                          next=0.2, padding=0.0, future=0.0, sum_error=0.0, nan=0, apart=[0.3, 0.3])
 
 
 def found(weights, before=None, causal=False, rows=None, columns=None):
     """The names of what the report finds in hand-made weights (batch, heads, query, key). Without ids every query and
     key is a token; before, the weights before training, are random if not given."""
     batch, _, query, key = weights.shape
-    ids = (torch.full((batch, query), 5) if rows is None else rows,
-           torch.full((batch, key), 5) if columns is None else columns)
+    rows, columns = (torch.tensor([ids] * batch) for ids in (rows or [5] * query, columns or [5] * key))
     before = random_weights(*weights.shape) if before is None else before
-    heads = (visualize.measure_heads({"encoder": visualize.Map([w], *ids, causal)}) for w in (weights, before))
-    return sorted({name for name, _, _ in visualize.find_problems(*heads)})
+    heads = (visualize.measure_heads({"encoder": visualize.Map([w], rows, columns, causal)}) for w in (weights, before))
+    return sorted({name for name, _ in visualize.find_problems(zip(*heads))})
 
 
 def random_weights(*shape, mask=None):
@@ -1719,132 +1717,104 @@ def random_weights(*shape, mask=None):
     return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
 
 
-def test_report_finds_nothing_in_ordinary_weights_of_any_type():
-    columns = torch.tensor([[5, 6, 7, PAD, PAD]])
-    assert found(random_weights(3, 4, 6, 6, mask=subsequent_mask(6)), causal=True) == []
-    assert found(random_weights(1, 2, 3, 5, mask=columns != PAD), columns=columns) == []
+def test_report_finds_weight_on_padding_and_on_the_future_broken_rows_and_nan_and_nothing_in_ordinary_weights():
     for dtype in torch.float16, torch.bfloat16, torch.float64:
         assert found(random_weights(2, 3, 9, 9).to(dtype)) == []
-    weights = random_weights(2, 2, 3, 4)
+    assert found(random_weights(3, 4, 6, 6, mask=subsequent_mask(6)), causal=True) == []
+    weights = random_weights(2, 2, 3, 4, mask=torch.tensor([True, True, True, False]))
     weights[0, :, 2] = 0.0  # a row of padding does not count
-    assert found(weights, rows=torch.tensor([[5, 6, PAD], [5, 6, 7]])) == []
+    assert found(weights, rows=[5, 6, PAD], columns=[5, 6, 7, PAD]) == []
+    assert found(torch.zeros(1, 2, 3, 3), columns=[PAD] * 3) == []  # fully masked
+
+    def changed(row):
+        weights = random_weights(2, 2, 5, 4, mask=subsequent_mask(5)[..., :4])
+        weights[1, 0, 1] = torch.tensor(row)  # one row of one head
+        return weights
+
+    assert found(changed([0.7, 0.3 - 1e-9, 1e-9, 0.0]), causal=True) == ["future"]
+    assert found(changed([0.7, 0.3 - 1e-9, 1e-9, 0.0])) == []  # an encoder may look ahead
+    assert found(random_weights(2, 2, 5, 4), columns=[5, 6, 7, PAD]) == ["padding"]
+    assert found(changed([0.6, 0.3, 0.0, 0.0])) == found(torch.zeros(1, 2, 3, 3)) == ["sum_error"]
+    assert found(changed([0.6, float("nan"), 0.0, 0.0])) == ["nan"]
 
 
-def test_report_finds_weight_on_padding_and_on_the_future():
-    columns = torch.tensor([[5, 6, 7, PAD], [5, 6, 7, 8]])
-    weights = random_weights(2, 2, 3, 4, mask=(columns != PAD)[:, None, None])
-    weights[0, 1, 2] = torch.tensor([0.5, 0.3, 0.2 - 3e-6, 3e-6])  # one row of one head
-    assert found(weights, columns=columns) == ["padding"]
-    weights = random_weights(2, 2, 5, 5, mask=subsequent_mask(5))
-    weights[1, 0, 0, :2] = torch.tensor([1 - 1e-9, 1e-9])
-    assert found(weights, causal=True) == ["future"] and found(weights) == []  # an encoder may look ahead
-
-
-def test_report_finds_broken_rows_and_nan():
-    for factor, name in (0.9, "sum_error"), (float("nan"), "nan"):
-        weights = random_weights(2, 2, 5, 5)
-        weights[1, 1, 2] *= factor
-        assert found(weights) == [name]
-    fully_masked = torch.zeros(1, 2, 3, 3)
-    assert found(fully_masked) == ["sum_error"] and found(fully_masked, columns=torch.tensor([[PAD] * 3])) == []
-
-
-def test_report_finds_uniform_collapsed_and_equal_heads_and_those_that_rest():
-    uniform, identity = torch.full((2, 4, 6, 6), 1 / 6), torch.eye(6).expand(2, 3, 6, 6)
+def test_report_finds_flat_collapsed_and_equal_heads_and_those_that_rest():
+    flat, identity = torch.full((2, 4, 6, 6), 1 / 6), torch.eye(6).expand(2, 3, 6, 6)
     equal = random_weights(2, 3, 6, 6)
     equal[:, 2] = equal[:, 0]
     first = torch.full((1, 2, 8, 8), 0.2 / 7)
     first[..., 0] = 0.8
-    for weights, before, names in [(uniform, uniform, ["uniform"]), (uniform, None, []),  # training made them so
+    for weights, before, names in [(flat, flat, ["flat"]), (flat, None, []),  # training made them so
                                    (identity, None, ["collapsed"]), (equal, None, ["alike"]),
                                    (torch.cat([identity, random_weights(2, 1, 6, 6).float()], 1), None, ["alike"]),
-                                   (first, None, ["first"]), (first.flip(3), None, ["last"]),
-                                   (torch.tensor([[[[0.6, 0.4]] * 2]]), None, [])]:  # one of two has more than half
+                                   (first, None, ["first"]), (first.flip(3), None, ["last"])]:
         assert found(weights, before) == names, names
 
 
 def test_problems_begin_at_their_limits():
     for changes, before, names in [
-            (dict(first=0.51, first_uniform=3.1), 0, ["first"]), (dict(first=0.49, first_uniform=9), 0, []),
-            (dict(last=0.51, last_uniform=3.1), 0, ["last"]), (dict(last=0.9, last_uniform=2.9), 0, []),
+            (dict(first=0.51), 0, ["first"]), (dict(first=0.49), 0, []), (dict(first=0.89, uniform=0.3), 0, []),
+            (dict(last=0.51), 0, ["last"]), (dict(last=0.91, uniform=0.3), 0, ["last"]),
             (dict(padding=2e-6), 0, ["padding"]), (dict(padding=9e-7), 0, []), (dict(future=1e-12), 0, ["future"]),
             (dict(sum_error=2e-4), 0, ["sum_error"]), (dict(sum_error=9e-5), 0, []), (dict(nan=1), 0, ["nan"]),
-            (dict(padding=1.0, first=0.9, first_uniform=9), 0, ["padding"]),  # on top of it no hint
-            (dict(entropy=0.96), 0.975, ["uniform"]), (dict(entropy=0.96), 0.93, []), (dict(entropy=0.94), 0.94, [])]:
-        problems = visualize.find_problems([ORDINARY._replace(**changes)], [ORDINARY._replace(entropy=before)])
-        assert [name for name, _, _ in problems] == names, changes
+            (dict(padding=1.0, first=0.9), 0, ["padding"]),  # on top of it no hint
+            (dict(entropy=0.96), 0.975, ["flat"]), (dict(entropy=0.96), 0.93, []), (dict(entropy=0.94), 0.94, [])]:
+        problems = visualize.find_problems([(ORDINARY._replace(**changes), ORDINARY._replace(entropy=before))])
+        assert [name for name, _ in problems] == names, changes
     for entropies, apart, names in [((0.04, 0.03), 0.3, ["collapsed"] * 2), ((0.04, 0.06), 0.3, []),
                                     ((0.89, 0.5), 0.049, ["alike"] * 2), ((0.89, 0.5), 0.051, []),
                                     ((0.91, 0.5), 0.0, []), ((0.04, 0.03), 0.0, ["collapsed"] * 2)]:
         heads = [ORDINARY._replace(number=i + 1, entropy=entropy, apart=[1, apart] if i == 0 else [apart, 1])
                  for i, entropy in enumerate(entropies)]
-        assert [name for name, _, _ in visualize.find_problems(heads, heads)] == names, (entropies, apart)
-    broken = ORDINARY._replace(layer=2, nan=1)  # its layer alone is not measured by the others
-    heads = [ORDINARY._replace(entropy=0.0), broken, broken._replace(number=2, entropy=0.0)]
-    assert [(name, head.layer) for name, head, _ in visualize.find_problems(heads, heads)] == [
-        ("collapsed", 1), ("nan", 2), ("nan", 2)]
+        heads.append(ORDINARY._replace(layer=2, nan=1))  # does not count: another layer
+        problems = visualize.find_problems(zip(heads, heads))
+        assert [(name, head.layer) for name, head in problems] == [*((name, 1) for name in names), ("nan", 2)], names
 
 
 def test_findings_say_where_how_much_and_whether_the_task_is_solved():
-    problems = [(name, ORDINARY._replace(layer=layer, number=number), value) for name, layer, number, value in
-                [("first", 1, 3, 0.7), ("first", 1, 10, 0.8), ("first", 2, 1, 0.6), ("padding", 1, 2, 3e-6)]]
-    error, hint = visualize.make_findings(problems, accuracy=0.99)
+    head = ORDINARY._replace(padding=3e-6)
+    problems = [("first", head._replace(number=3, first=0.7)), ("first", head._replace(number=10, first=0.8)),
+                ("first", head._replace(layer=2, first=0.6)), ("first", head._replace(kind="decoder"))]
+    error, hint, other = visualize.make_findings([*problems, ("padding", head._replace(number=2))], accuracy=0.99)
     assert error.startswith("error: cross, layer 1, head 2: up to 3e-06 of a row") and "solved" not in error
-    assert hint.startswith("hint: cross, layer 1, heads 3, 10; layer 2, head 1: 0.80 of the attention weight is on the "
-                           "first") and hint.endswith("The task is solved all the same (99.0%).")
-    assert "solved" not in visualize.make_findings(problems, accuracy=0.98)[1]
-    twice = [problems[0], problems[0], ("first", ORDINARY._replace(kind="decoder"), 0.6)]
-    assert [text[:29] for text in visualize.make_findings(twice)] == [
-        "hint: cross, layer 1, head 3:", "hint: decoder, layer 1, head "]
-    assert all("scaling in attention()" in visualize.ADVICE[name] for name in ("uniform", "collapsed"))
-
-
-def test_a_query_without_a_choice_does_not_count():
-    mask, ids = subsequent_mask(4), torch.full((1, 4), 5)
-    weights = (mask / mask.sum(-1, keepdim=True)).expand(1, 1, 4, 4)
-    head, = visualize.head_statistics("decoder", 1, weights, ids, ids, causal=True)
-    assert abs(head.entropy - 1) < 1e-6 and abs(head.first - (1 / 2 + 1 / 3 + 1 / 4) / 3) < 1e-6
-    assert math.isnan(head.last) and math.isnan(head.next)  # only the last query may look at the last key
+    assert hint.startswith("hint: cross, layer 1, heads 3, 10; layer 2, head 1: 0.80 of the weight is on the first")
+    assert hint.endswith("The task is solved all the same (99.0%).") and other.startswith("hint: decoder, layer 1,")
+    hint, _, last = visualize.make_findings(problems, accuracy=0.98)
+    assert "solved" not in hint and last.startswith("no error: ")
 
 
 def test_statistics_are_those_of_a_slow_loop():
-    rows, columns = torch.tensor([[5, 6, 7], [5, 6, PAD]]), torch.tensor([[5, 6, 7, 8, PAD], [5, 6, 7, PAD, PAD]])
-    weights = random_weights(2, 2, 3, 5, mask=(columns != PAD)[:, None, None])
+    rows = torch.tensor([[5, 6, 7], [5, 6, PAD], [5, PAD, PAD]])
+    columns = torch.tensor([[5, 6, 7, 8, PAD], [5, 6, PAD, PAD, PAD], [5, PAD, PAD, PAD, PAD]])
+    weights = random_weights(3, 2, 3, 5, mask=(columns != PAD)[:, None, None])
     weights[0, 1, 2] = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.2])  # padding, and a sum of 0.9
+    mean = statistics.mean
     for h, head in enumerate(visualize.head_statistics("cross", 1, weights, rows, columns, False)):
-        queries = [(weights[b, h, q].tolist(), weights[b, 1 - h, q].tolist(), q, 4 - b)  # with the number of keys
-                   for b in range(2) for q in range(3 - b)]
-        share = statistics.mean(1 / n for *_, n in queries)
-        expected = dict(
-            entropy=statistics.mean(-sum(w * math.log(w) for w in row if w) / math.log(n) for row, _, _, n in queries),
-            first=statistics.mean(row[0] for row, *_ in queries),
-            last=statistics.mean(row[n - 1] for row, _, _, n in queries),
-            previous=statistics.mean(row[q - 1] for row, _, q, _ in queries if q > 0),
-            same=statistics.mean(row[q] for row, _, q, _ in queries),
-            next=statistics.mean(row[q + 1] for row, _, q, n in queries if q + 1 < n),
+        queries = [(weights[b, h, q].tolist(), weights[b, 1 - h, q].tolist(), q, 4 - 2 * b)  # with the number of keys
+                   for b in range(2) for q in range(3 - b)]  # with one key, the third has no choice: it does not count
+        apart = mean(sum(abs(x - y) for x, y in zip(row, other)) / 2 for row, other, *_ in queries)
+        expected = visualize.Head(
+            "cross", 1, h + 1, nan=0, future=0, apart=[0, apart] if h == 0 else [apart, 0],
+            entropy=mean(-sum(w * math.log(w) for w in row if w) / math.log(n) for row, _, _, n in queries),
+            uniform=mean(1 / n for *_, n in queries), first=mean(row[0] for row, *_ in queries),
+            last=mean(row[n - 1] for row, _, _, n in queries), same=mean(row[q] for row, _, q, _ in queries),
+            previous=mean(row[q - 1] for row, _, q, _ in queries if q > 0),
+            next=mean(row[q + 1] for row, _, q, n in queries if q + 1 < n),
             padding=max(sum(row[n:]) for row, _, _, n in queries),
-            sum_error=max(abs(sum(row) - 1) for row, *_ in queries), future=0, nan=0)
-        expected.update(first_uniform=expected["first"] / share, last_uniform=expected["last"] / share)
-        for name, value in expected.items():
-            assert abs(getattr(head, name) - value) < 1e-9, name
-        apart = statistics.mean(sum(abs(x - y) for x, y in zip(row, other)) / 2 for row, other, *_ in queries)
-        assert abs(head.apart[1 - h] - apart) < 1e-9 and head.apart[h] == 0 and (head.layer, head.number) == (1, h + 1)
+            sum_error=max(abs(sum(row) - 1) for row, *_ in queries))
+        for value, right in zip([*head[1:-1], *head.apart], [*expected[1:-1], *expected.apart]):
+            assert abs(value - right) < 1e-9, (head, expected)
 
 
 def test_statistics_are_written_short_and_in_columns():
-    for field, value, text in [("entropy", 0.126, "0.13"), ("first_uniform", 1.26, "1.3"), ("padding", 0.0, "0"),
-                               ("padding", 0.00123, "0.0012"), ("future", 1.0, "1"), ("last", float("nan"), "-"),
-                               ("sum_error", 3.21e-6, "3.2e-06")]:
-        assert visualize.statistic_text(field, value) == text, field
-    lines = list(visualize.table([ORDINARY, ORDINARY._replace(layer=2)], [ORDINARY._replace(entropy=0.75)] * 2))
-    names = ["entropy", "first", "× uniform", "last", "× uniform", "previous", "same", "next", "padding", "future",
-             "sum error"]
-    assert lines[0] == "" and re.split(" {2,}", lines[1]) == ["cross", *names]
-    assert [(line[:19].strip(), line[19:28].strip()) for line in lines[2:]] == [
-        ("layer 1, head 1", "0.50"), ("before training", "0.75"), ("layer 2, head 1", "0.50"),
-        ("before training", "0.75")]
-    assert len({len(line) for line in lines[1:]}) == 1 and len(lines[1]) <= 120
-    assert all(name in visualize.LEGEND for name in names)
+    head = ORDINARY._replace(entropy=0.126, last=float("nan"), padding=0.00123, future=1.0, sum_error=3.21e-6)
+    lines = list(visualize.table([(head, ORDINARY), (head._replace(layer=2), ORDINARY)]))
+    assert lines[0] == "" and lines[1].split() == ["cross", *visualize.STATISTICS] and len(lines) == 6
+    assert re.split("  +", lines[2]) == ["layer 1, head 1", "0.13", "0.15", "0.20", "-", *["0.20"] * 3, "0.0012", "1",
+                                         "3.2e-06"]
+    assert lines[3].split() == ["before", "training", "0.50", "0.15", *["0.20"] * 5, "0", "0", "0"]
+    assert {len(line) for line in lines[1:]} == {119} and lines[4].startswith("layer 2, head 1 ")
+    assert all(name in visualize.LEGEND for name in visualize.STATISTICS)
 
 
 def subject(name, **options):
@@ -1864,119 +1834,73 @@ def test_a_model_without_its_mask_is_found_out():
 
 
 @slow
-def test_maps_show_every_layer_and_head_and_what_is_generated():
-    with with_toys():
-        seen = subject("copy", source="7 7 3")
-        heads = seen.model.decoder.layers[0].cross_attn.num_heads
-        weights, rows, columns, masked = seen.labelled_map("cross")
-        assert weights.shape == (len(seen.model.decoder.layers), heads, 4, 4) and not masked.any()
-        assert rows == columns == ["7", "7·2", "3", "<eos>"]
-        weights, rows, columns, masked = seen.labelled_map("decoder")
-        assert rows == ["7", "7·2", "3", "<eos>"] and columns == ["<bos>", "7", "7·2", "3"]
-        assert torch.equal(masked, ~subsequent_mask(4)[0]) and not weights[..., masked].any()
-        before = seen.labelled_map("cross", seen.maps_before)[0]
-        assert torch.equal(weights[-1, 0], seen.maps["decoder"].weights[-1][0, 0]) and differs(before, weights)
-
-
-@slow
-def test_unknown_words_are_told_and_marked_and_padding_that_is_looked_at_is_drawn():
-    with with_toys(), contextlib.redirect_stderr(io.StringIO()) as err:
-        words = ["i?", "really", "loved?", "it?"]
-        assert subject("sentiment", text="I really loved it").labelled_map("classifier")[1:3] == (words, words)
-        assert err.getvalue() == "3 of 4 words are unknown to this model: i, loved, it\n"
-        with swapped(train, "make_padding_mask", lambda ids: torch.ones_like(ids)[:, None, None]):
-            seen = subject("sentiment", text="I really loved it")
-            assert seen.labelled_map("classifier")[2] == [*words, "<pad>", "<pad>·2"]
-
-
-@slow
-def test_pictures_are_those_of_the_text_and_frame_the_row_that_is_read():
-    def mean_of_all(self, tokens, mask=None):
-        return self.classify(self.encoder(self.embed(tokens), mask).mean(1)), []
-
-    def grids(seen):
-        return dict(visualize.draw_all([seen]))
-
-    with with_toys(), contextlib.ExitStack() as stack:
-        for name in "draw_positions", "draw_masks", "draw_steps", "draw_training", "draw_heads":
-            stack.enter_context(swapped(visualize, name, lambda *args: None))
-        stack.enter_context(swapped(visualize, "draw_grid", lambda *args, framed_row=None: (*args, framed_row)))
-        seen = subject("sentiment", text="so dull")
-        title, *_, framed_row = grids(seen)["04_classifier.png"]
-        assert re.match(r"“so dull” → negative \(.*%\)\nframed: the row that", title) and framed_row == 0
-        with swapped(TransformerClassifier, "forward", mean_of_all):
-            title, *_, framed_row = grids(seen)["04_classifier.png"]
-            assert title.endswith("\nthe classifier reads 4 rows of the last layer") and framed_row is None  # 2 padding
-        seen = subject("copy", source="3 1 3")
+def test_maps_show_the_text_what_is_generated_every_head_unknown_words_and_padding_that_is_looked_at():
+    with with_toys(), swapped(visualize, "draw_grid", lambda *args: args), \
+            contextlib.redirect_stderr(io.StringIO()) as err:
+        seen, words = subject("copy", source="7 7 3"), ["7", "7·2", "3", "<eos>"]
         seen.answer = "x" * 81
-        title, weights, rows, columns, _, names, _, _ = grids(seen)["08_untrained.png"]
-        assert title == f"cross before and after training: “3 1 3” → {'x' * 79}…"
-        assert names == ["layer 1 untrained", "layer 1 trained"] and rows == columns == ["3", "1", "3·2", "<eos>"]
-        same(list(weights), [seen.labelled_map("cross", maps)[0][0] for maps in (seen.maps_before, seen.maps)])
+        pictures = dict(visualize.draw_all([seen]))
+        kind, title, names, cross, rows, columns, masked = pictures["07_cross.png"]
+        assert (kind, title, names) == ("cross", f"cross: “7 7 3” → {'x' * 79}…", ["layer 1"])
+        assert cross.shape == (1, 2, 4, 4) and not masked.any() and rows == columns == words
+        *_, weights, rows, columns, masked = pictures["06_decoder.png"]
+        assert rows == words and columns == ["<bos>", *words[:3]] and torch.equal(masked, ~subsequent_mask(4)[0])
+        assert not weights[..., masked].any()
+        _, title, names, weights, *_ = pictures["08_untrained.png"]
+        assert title.startswith("cross before and after") and names == ["layer 1\nuntrained", "layer 1\ntrained"]
+        same(list(weights), [seen.maps_before["cross"][0][0], cross[0]])
+
+        seen, words = subject("sentiment", text="I really loved it"), ["i?", "really", "loved?", "it?"]
+        assert err.getvalue() == "3 of 4 words are unknown to this model\n"
+        _, title, _, _, rows, columns, _ = dict(visualize.draw_all([seen]))["04_classifier.png"]
+        assert re.match(r"classifier: “i really loved it” → negative \(.*%\)\nframed: the row of the first", title)
+        assert rows == columns == words
+        with swapped(train, "make_padding_mask", lambda ids: torch.ones_like(ids)[:, None, None]):
+            columns = subject("sentiment", text="I really loved it").maps["classifier"][2]
+            assert columns == [*words, "<pad>", "<pad>·2"]
 
 
-@functools.lru_cache(maxsize=None)
-def drawn():
-    """python visualize.py --show on the toys, where a matplotlibrc and MPLBACKEND are hostile -> the finished
-    process, {name: the bytes of a file in a/b}."""
-    with with_toys():
+@slow
+def test_pictures_and_report_are_the_same_whatever_the_users_matplotlib_and_name_what_is_measured():
+    names = [f"{name}.png" for name in """01_positional_encoding 02_masks 03_attention_steps 04_classifier 05_encoder
+                                          06_decoder 07_cross 08_untrained 09_training 10_heads""".split()]
+    with with_toys(), swapped(visualize, "draw_all", lambda subjects: [(names[1], visualize.draw_masks())]), \
+            contextlib.redirect_stdout(io.StringIO()), mock.patch.dict(os.environ):
         Path("matplotlibrc").write_text("text.usetex: True\nimage.origin: lower\nfigure.autolayout: True\n"
                                         "font.size: 20\nsavefig.facecolor: red\n", encoding="utf-8")
-        argv = ["--device", "cpu", "--out", "a/b", "--text", "so dull", "--source", "3 1 3", "--show"]
+        argv = ["--device", "cpu", "--out", "a/b", "--text", "so dull", "--source", "3 1 3"]
         strict = ["-W", "error", "-W", "ignore::DeprecationWarning"]  # old matplotlibs have some
         done = subprocess.run([sys.executable, *strict, HERE / "visualize.py", *argv], capture_output=True,
                               encoding="utf-8", env={**os.environ, "MPLBACKEND": "nonsense", "PYTHONUTF8": "1"})
-        assert done.returncode == 0, done.stderr
-        return done, {path.name: path.read_bytes() for path in Path("a/b").iterdir()}
-
-
-@slow
-def test_visualize_writes_ten_pictures_and_the_report_and_names_them():
-    done, files = drawn()
-    names = ["01_positional_encoding", "02_masks", "03_attention_steps", "04_classifier", "05_encoder", "06_decoder",
-             "07_cross", "08_untrained", "09_training", "10_heads"]
-    names = ["report.txt", *(f"{name}.png" for name in names)]
-    assert sorted(files) == sorted(names)
-    assert done.stdout.splitlines()[-11:] == [str(Path("a/b", name)) for name in names]
-    assert all(files[name].startswith(b"\x89PNG") and len(files[name]) > 5000 for name in names[1:])
-
-
-@slow
-def test_pictures_depend_on_nothing_of_the_users_matplotlib_and_can_be_shown():
-    import matplotlib
-    from matplotlib import pyplot
-    assert re.fullmatch(r"--show: no windows \(.*nonsense.*\); the pictures are in a.b\n", drawn()[0].stderr)
-    shown = []
-    with working_directory(), matplotlib.rc_context(), mock.patch.dict(os.environ, MPLBACKEND="agg"), \
-            swapped(pyplot, "get_backend", lambda: "windows"), contextlib.redirect_stdout(io.StringIO()), \
-            swapped(pyplot, "show", lambda: shown.extend(pyplot.get_figlabels())), \
-            swapped(visualize, "draw_all", lambda subjects: [("02_masks.png", visualize.draw_masks())]):
-        paths = visualize.save_pictures([], Path())
-        visualize.show_pictures(paths)
-        assert Path("02_masks.png").read_bytes() == drawn()[1]["02_masks.png"]
-        assert shown == ["02_masks.png"] and not pyplot.get_fignums() and os.environ["MPLBACKEND"] == "agg"
-
-
-@slow
-def test_report_tells_answers_what_is_measured_and_how_to_read_it():
-    out, report = drawn()[0].stdout, drawn()[1]["report.txt"].decode()
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        files, out = {path.name: path.read_bytes() for path in Path("a/b").iterdir()}, done.stdout
+        visualize.save_pictures([], Path())
+        assert Path(names[1]).read_bytes() == files[names[1]]
+    assert sorted(files) == [*names, "report.txt"]
+    assert out.splitlines()[-11:] == [str(Path("a/b", name)) for name in ["report.txt", *names]]
+    assert all(files[name].startswith(b"\x89PNG") and len(files[name]) > 5000 for name in names)
     assert re.match(r"so dull -> negative \(\d+\.\d%\)\n3 1 3 -> 3 1 3\n\ncross attention, layer 1, mean of 2", out)
+    assert re.search(r"\n {6}3 +1 +3·2 +<eos>\n3 .*\n1 .*\n3·2 .*\n<eos> .*\n░ from 0.10", out)
+    report = files["report.txt"].decode()
     for text in ["sentiment.pt: measured on 216 of 216 validation examples; accuracy after training 100.0%\n\nclassif",
                  "copy.pt: measured on 250 of 1,000 validation examples; greedy exact match after training 100.0%",
-                 "before training", "every row sums to 1\n\ncheckpoints", visualize.LEGEND]:
+                 "every row sums to 1\n\ncheckpoints", visualize.LEGEND]:
         assert text in report, text
     assert report.startswith("checkpoints") and report in out and "\nerror:" not in report
 
 
-@slow
-def test_terminal_map_shows_the_diagonal_of_copying():
-    lines = drawn()[0].stdout.splitlines()
-    top = next(i for i, line in enumerate(lines) if line.split() == ["3", "1", "3·2", "<eos>"])
-    for row in lines[top + 1:top + 5]:
-        label, shades = row.split()[0], row[lines[top].find("3"):]
-        darkest = max(range(len(shades)), key=lambda i: " ░▒▓█".index(shades[i]))
-        assert lines[top][lines[top].find("3") + darkest:].split()[0] == label, (lines[top], row)
-    assert lines[top + 6] == "3·2 is the second 3"
+def test_pictures_are_shown_in_windows_and_without_a_display_it_is_said():
+    from matplotlib import pyplot
+    shown = []
+    with working_directory(), swapped(pyplot, "show", lambda: shown.extend(pyplot.get_figlabels())), \
+            contextlib.redirect_stderr(io.StringIO()) as err:
+        visualize.new_figure("t", 1, 1).savefig("t.png")
+        pyplot.switch_backend("agg")
+        visualize.show_pictures([Path("t.png")])
+        assert err.getvalue() == "--show: no windows (there is no display); the pictures are in .\n" and not shown
+        with swapped(pyplot, "get_backend", lambda: "windows"):
+            visualize.show_pictures([Path("t.png")])
+        assert shown == ["t.png"] and not pyplot.get_fignums()
 
 
 def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
@@ -1986,60 +1910,59 @@ def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
             (weights, ["a", "bb", "c"], ["x", "yyy", "x·2"], "utf-8", 80,
              ["   x   yyy x·2", "a      ░░░ ░░░", "bb ▒▒▒ ▓▓▓ ███", "c      ▒▒▒ ███", legend, "x·2 is the second x"]),
             ([[0.0, 0.0]], ["a"], ["x", "y"], "utf-8", 80, ["  x y", "a", legend]),  # a map of zeros is empty
-            ([[0.9, 0.9]], ["a"], ["x", "我b"], "utf-8", 80, ["  x   我b", "a ███ ███", legend]),
             ([[0.9] * 3], ["abc"], ["wörd"] * 3, "utf-8", 11, ["    w w w", "abc █ █ █", legend]),
-            ([[0.9] * 9], ["a"], ["我"] * 9, "utf-8", 12, [
-                "  我 我 我", "a ██ ██ ██", legend, "the last 6 of 9 columns do not fit into the terminal's width"]),
+            ([[0.9] * 9], ["我"], ["x", *["我我"] * 8], "utf-8", 13, [
+                "   x  我 我", "我 ██ ██ ██", legend, "the last 6 of 9 columns do not fit into the terminal's width"]),
             ([[0.9]], ["กิ"], ["x\u200d"], "utf-8", 80, ["  x\u200d", "กิ █", legend]),  # one wide, each
-            ([[0.9, 0.3]], ["schöner"], ["ö", "我"], "cp1252", 80, [
-                r"        ö      \u6211", "schöner ###### ::::::",
-                ". from 0.10, : from 0.25, * from 0.50, # from 0.75"])]:
+            ([[0.9, 0.3]], ["schöner"], ["ö", "b"], "cp1252", 80, [
+                "        ö b", "schöner # :", ". from 0.10, : from 0.25, * from 0.50, # from 0.75"])]:
         assert list(visualize.text_map(torch.tensor(weights), rows, columns, encoding, width)) == lines
-    assert visualize.fill("我我我", 5) == "我我 " and visualize.fill("ab", 3) == "ab "
+    assert visualize.fill("我我我", 5) == "我我 "
 
 
-def test_labels_are_numbered_cut_and_counted():
-    from matplotlib.figure import Figure
+def test_rows_are_queries_labels_unique_masked_cells_not_painted_and_numbers_readable():
     assert visualize.numbered(["film", "a", "film", "film"]) == ["film", "a", "film·2", "film·3"]
     assert visualize.numbered(["x" * 14, "x" * 20, "x" * 21]) == ["x" * 14, "x" * 13 + "…", "x" * 13 + "…·2"]
     for rows, columns in ["ab", "abc"], ["abc", "ab"]:
         raises(ValueError, f"{len(rows)} row labels and {len(columns)} column labels", visualize.draw_map,
-               Figure().subplots(), torch.rand(3, 3), rows, columns)
-
-
-def test_rows_are_queries_masked_cells_are_not_painted_and_numbers_can_be_read():
-    from matplotlib.figure import Figure
-    ax = Figure().subplots()
+               None, torch.rand(3, 3), rows, columns)
+    ax = visualize.new_figure("", 4, 4).subplots()
     masked = torch.tensor([[False, True], [False, True], [False, True]])
-    values = torch.tensor([[1.0, 0.0], [-0.001, 0.3], [float("nan"), -0.126]])
+    values = torch.tensor([[1.0, 0.0], [-0.001, 0.3], [float("nan"), -math.inf]])
     image = visualize.draw_map(ax, values, ["a", "b", "c"], ["d", "eee"], masked, vmin=-1)
     painted = image.to_rgba(image.get_array(), bytes=True)
     assert painted[..., 3].tolist() == [[255, 0], [255, 255], [255, 0]] and tuple(painted[2, 0][:3]) == (255, 0, 0)
     assert [(text.get_text(), text.get_color(), text.get_position()) for text in ax.texts] == [
-        ("1", "white", (0, 0)), ("0", "white", (0, 1)), (".30", "white", (1, 1)), ("nan", "white", (0, 2)),
-        ("−.13", "black", (1, 2))]
+        ("1", "white", (0, 0)), ("0", "white", (0, 1)), ("0.30", "white", (1, 1)), ("nan", "white", (0, 2))]
     for axis, labels, rotation in (ax.yaxis, ["a", "b", "c"], 0), (ax.xaxis, ["d", "eee"], 90):
         assert [label.get_text() for label in axis.get_ticklabels()] == labels
         assert {label.get_rotation() for label in axis.get_ticklabels()} == {rotation}
-    for size, cell, ticks, texts in (12, 0.25, 12, 144), (12, 0.24, 12, 0), (13, 0.4, 13, 0), (13, 0.1, 7, 0):
-        ax = Figure().subplots()
-        visualize.draw_map(ax, torch.rand(size, size), ["a"] * size, ["b"] * size, cell=cell)
-        assert (len(ax.get_xticks()), len(ax.get_yticks()), len(ax.texts)) == (ticks, ticks, texts), size
+    for cell, ticks, texts in (0.25, 12, 144), (0.24, 12, 0), (0.1, 6, 0):
+        ax = visualize.new_figure("", 4, 4).subplots()
+        visualize.draw_map(ax, torch.rand(12, 12), ["a"] * 12, ["b"] * 12, cell=cell)
+        assert (len(ax.get_xticks()), len(ax.get_yticks()), len(ax.texts)) == (ticks, ticks, texts), cell
 
 
-def test_maps_stand_in_a_grid_with_their_labels_at_its_edge():
-    figure = visualize.draw_grid("t", torch.rand(2, 3, 2, 20), ["a", "b"], ["c"] * 20, torch.zeros(2, 20).bool(),
-                                 ["one", "two"], framed_row=1)
-    boxes = [ax.get_position().transformed(figure.transSubfigure).transformed(figure.dpi_scale_trans.inverted())
-             for ax in figure.axes]  # in inches
-    assert all(abs(box.width - 20 * 0.216) + abs(box.height - 1.3) < 1e-6 for box in boxes[:6])
-    assert abs(boxes[1].x0 - boxes[0].x1 - 0.15) < 1e-6 and abs(boxes[0].y0 - boxes[3].y1 - 0.35) < 1e-6
-    assert abs(boxes[6].x0 - boxes[5].x1 - 0.15) < 1e-6 and abs(boxes[6].height - 2.6) < 1e-6
-    assert [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel(), len(ax.patches)) for ax in figure.axes[:6]] == [
-        (f"{name}, head {h}", "looks at (key)" * below, "looks from (query)" * (h == 1), below)
-        for name, below in (("one", 0), ("two", 1)) for h in (1, 2, 3)]
-    frame = figure.axes[3].patches[0].get_window_extent().transformed(figure.axes[3].transData.inverted())
-    assert [round(x, 6) for x in (frame.x0, frame.x1, *sorted((frame.y0, frame.y1)))] == [-0.5, 19.5, 0.5, 1.5]
+def test_maps_stand_in_a_grid_of_square_cells_labels_at_its_edge_and_the_row_that_the_classifier_reads_framed():
+    for kind, shape, width, height in [("classifier", (2, 3, 6, 9), 9 * 0.36, 6 * 0.36),
+                                       ("cross", (2, 3, 20, 20), 4.3, 4.3), ("decoder", (8, 2, 50, 50), 3.5, 3.5),
+                                       ("encoder", (1, 8, 50, 50), 3.5, 3.5), ("encoder", (1, 3, 1, 2), 1, 1)]:
+        layers, heads, queries, keys = shape
+        names = [f"layer {i}" for i in range(layers)]
+        figure = visualize.draw_grid(kind, "t", names, torch.rand(shape), ["a"] * queries, ["c"] * keys,
+                                     torch.zeros(queries, keys).bool())
+        figure.draw_without_rendering()
+        *maps, _ = figure.axes  # a colour bar
+        for ax in maps:
+            box = ax.get_window_extent()
+            assert abs(box.width / 100 - width) < 0.2 > abs(box.height / 100 - height), (kind, shape)
+        assert [(ax.get_title(), ax.get_ylabel(), len(ax.patches)) for ax in maps] == [
+            (f"head {h + 1}" * (name == names[0]), name * (h == 0), kind == "classifier" and name == names[-1])
+            for name in names for h in range(heads)]
+        assert {text.get_text() for text in figure.texts} == {
+            "t", "looks at (key)", "looks from (query)" + " to produce" * (kind in ("cross", "decoder"))}
+        frames = [patch.get_window_extent().transformed(ax.transData.inverted()) for ax in maps for patch in ax.patches]
+        assert all([round(y, 6) for y in sorted((frame.y0, frame.y1))] == [-0.5, 0.5] for frame in frames)
 
 
 def test_the_first_three_pictures_show_what_they_tell():
@@ -2049,12 +1972,13 @@ def test_the_first_three_pictures_show_what_they_tell():
     waves = visualize.draw_positions()
     lines = [list(line.get_ydata()) for line in waves.axes[0].lines]
     assert lines == PositionalEncoding(20, max_len=100).table[:, 4:8].T.tolist()
-    assert [len(figure.axes) for figure in (waves, visualize.draw_masks(), visualize.draw_steps())] == [4, 7, 11]
     whole, alike = shown(waves)
     same([alike, alike.diagonal()], [whole @ whole.T / 32, torch.ones(100).double()], atol=1e-6)
     every, causal = torch.ones(4, 4).double(), torch.ones(4, 4).tril().double()
     padded = torch.tensor([1.0, 1, 0, 0]).double().expand(4, 4)
-    same(shown(visualize.draw_masks()), [every, causal, causal, padded, causal, causal * padded])
+    masks = visualize.draw_masks()
+    same(shown(masks), [every, causal, causal, padded, causal, causal * padded])
+    assert [text.get_text() for text in masks.legends[0].texts] == ["may look", "masked"]
     q, k, v, scores, scaled, masked, weights, output = shown(visualize.draw_steps())
     allowed = causal * torch.tensor([1, 1, 1, 0])
     softmax = scaled.masked_fill(allowed == 0, -math.inf).softmax(1)
@@ -2065,119 +1989,100 @@ def test_training_and_heads_are_drawn_as_they_are():
     history = [dict(step=2, train_loss=3.0, loss=2.5, accuracy=0.25),
                dict(step=4, train_loss=1.0, loss=1.5, accuracy=1.0)]
     seen = argparse.Namespace(task=argparse.Namespace(metric="share"), checkpoint={"task": "t", "history": history},
-                              heads=[ORDINARY._replace(padding=0.5, last=float("nan"))],
-                              heads_before=[ORDINARY._replace(entropy=0.75)])
+                              heads=[(ORDINARY._replace(padding=0.5, last=float("nan")), ORDINARY)])
     left, right = visualize.draw_training([seen]).axes
     lines = [[list(map(tuple, line.get_xydata())) for line in ax.lines] for ax in (left, right)]
     assert lines == [[[(2, 3.0), (4, 1.0)], [(2, 2.5), (4, 1.5)]], [[(2, 0.25), (4, 1.0)]]]
     assert (left.get_title(), right.get_title(), left.get_ylim()[0]) == ("t: loss", "t: share", 0)
     assert [text.get_text() for text in left.get_legend().texts] == ["training set", "validation set"]
-    assert right.get_ylim()[0] < 0 < 1 < right.get_ylim()[1]
     ax = visualize.draw_heads([seen]).axes[0]
     assert [label.get_text() for label in [*ax.get_yticklabels(), *ax.get_xticklabels()]] == [
-        "cross, layer 1, head 1", "entropy", "first", "last", "previous", "same", "next", "padding", "future",
-        "sum error"]
-    assert [text.get_text() for text in ax.texts] == ["0.50 (0.75)", *["0.20 (0.20)"] * 4, "0.5 (0)", "0 (0)", "0 (0)"]
+        "cross, layer 1, head 1", *visualize.STATISTICS]
+    assert [text.get_text() for text in ax.texts] == [
+        "0.50 (0.50)", "0.15 (0.15)", *["0.20 (0.20)"] * 4, "0.5 (0)", "0 (0)", "0 (0)"]
     colours = ax.images[0].to_rgba(ax.images[0].get_array(), bytes=True)[0]
-    assert [i for i in range(9) if tuple(colours[i][:3]) == (255, 0, 0)] == [6] and colours[2][3] == 0
+    assert [i for i in range(10) if tuple(colours[i][:3]) == (255, 0, 0)] == [7] and colours[3][3] == 0
 
 
 @slow
 def test_visualize_says_what_is_wrong_before_any_work():
+    def complain(argv, message):
+        status, out, err = call(visualize.main, "--device", "cpu", *argv.split())
+        assert status == 2 and not out and err.count("\n") == 1 and message in err, (argv, err)
+
+    with working_directory():  # before the toys are trained
+        complain("--source 3,11", "'3,11' is not a symbol")
+        complain("--text=", "0 tokens; this model reads 1 to 6")
+        assert not os.listdir()
     with with_toys():
         Path("file").write_text("x", encoding="utf-8")
-        copy, sentiment = ("--checkpoint", "checkpoints/copy.pt"), ("--checkpoint", "checkpoints/sentiment.pt")
-        for argv, message in [(("--out", "file"), "--out: file is not a directory"), (("--out", ""), "--out"),
-                              (("--checkpoint", "file"), "not a checkpoint"), (("--checkpoint", ""), "empty"),
-                              ((*copy, "--source", ""), "--source: 0 tokens"),
-                              ((*copy, "--source", "1 " * 11), "11 tokens; this model reads 1 to 10"),
-                              ((*copy, "--text", "good"), "give it a --source"),
-                              ((*sentiment, "--source", "1"), "give it a --text"),
-                              ((*copy, "--text", "1", "--source", "1"), "is one model"),
-                              ((*copy, "--data", "file"), "file: Copy draws its examples"),
-                              ((*sentiment, "--data", "file"), "file"),
-                              (("--data", "file"), "--data needs --checkpoint"),
-                              (("--device", "nonsense"), "nonsense")]:
-            status, out, err = call(visualize.main, "--device", "cpu", *argv)
-            assert status == 2 and not out and message in err.splitlines()[-1], (argv, err)
-        raises(OSError, "none.pt", visualize.main, ["--device", "cpu", "--checkpoint", "none.pt"])
-        other = train.Task(), small_classifier(), {"task": "x"}
-        with swapped(visualize, "load_or_train", lambda *args: other):
-            err = call(visualize.main, "--device", "cpu", *copy)[2]
-            assert "does not know a Task task with a TransformerClassifier" in err, err
+        copy, sentiment = "--checkpoint checkpoints/copy.pt", "--checkpoint checkpoints/sentiment.pt"
+        for argv, message in [
+                ("--out file", "file is not a directory"), ("--out=", "--out"), ("--device nonsense", "nonsense"),
+                ("--data file", "--data needs --checkpoint"), (f"{copy} --data file", "file: Copy draws its examples"),
+                (f"{sentiment} --data file", "file"), ("--checkpoint file", "not a checkpoint"),
+                ("--checkpoint=", "empty"), ("--checkpoint none.pt", "none.pt: No such file"),
+                (f"{copy} --source=", "0 tokens"), (f"{copy} --text good", "give it a --source"),
+                (f"{copy} --text 1 --source 1", "a --source alone"), (f"{sentiment} --source 1", "give it a --text")]:
+            complain(argv, message)
+        with swapped(visualize, "load_or_train", lambda *args: (train.Task(), small_classifier(), {"task": "x"})):
+            complain(copy, "does not know a Task task with a TransformerClassifier")
         assert not Path("figures").exists()
 
 
-def test_wrong_input_is_found_before_the_toys_are_trained():
-    with working_directory():
-        for argv, message in [(("--source", "3 11"), "--source: '11' is not a symbol"),
-                              (("--text", " "), "--text: 0 tokens")]:
-            status, _, err = call(visualize.main, "--device", "cpu", *argv)
-            assert status == 2 and message in err and err.count("\n") == 1 and not os.listdir(), err
-
-
 @slow
-def test_a_model_of_other_data_is_drawn_and_measured_on_it():
+def test_a_model_of_other_data_is_drawn_and_measured_on_it_on_fewer_lines_where_they_are_long():
     words = "a e i o u".split()
     with working_directory(), swapped(visualize, "save_pictures", lambda *args: []), \
-            swapped(visualize, "MOST_INPUTS", 7):
-        for task, option, target in ("translate", "--source", "{1} {0} {1}"), ("sentiment", "--text", "{1}"):
+            swapped(visualize, "MOST_WEIGHTS", 18):  # 18 // 4**2 + 1 inputs of 3 tokens, 18 // 3**2 + 1 of 2
+        for task, option, target, count in [("translate", "--source", "{1} {0} {1}", 2),
+                                            ("sentiment", "--text", "{1}", 3)]:
             data, ask = f"{task}.tsv", ("--device", "cpu", "--checkpoint", f"{task}.pt")
             Path(data).write_text("".join(f"{a} {b}\t{target.format(a, b)}\n" for a in words for b in words), "utf-8")
             run_train(f"--task {task} --data {data} --steps 2 --checkpoint {task}.pt --d-model 8")
-            measured = f"measured on 7 of 25 lines of {data}; {train.TASKS[task].metric} on these"
-            for argv, message in [(["--data", data], measured), ([option, "a u"], "measured on the given text")]:
+            for argv, message in [(["--data", data], f"measured on {count} of 25 lines of {data}; "),
+                                  ([option, "a u"], "measured on the given text alone")]:
                 status, out, err = call(visualize.main, *ask, *argv)
                 assert status == 0 and message in out and "\nerror" not in out, (out, err)
             status, out, err = call(visualize.main, *ask)
             assert status == 2 and f"{option} or --data" in err
-        ask = "--device", "cpu", "--checkpoint", "translate.pt", "--data", "translate.tsv"
-        with swapped(train.Translate, "evaluate", lambda self, *args: {"accuracy": len(self.valid) / 10}), \
-                swapped(visualize, "MOST_WEIGHTS", 50):  # a target has 5 ids, so 50 / 5**2 + 1 of the seven
-            out = call(visualize.main, *ask)[1]
-            assert "measured on 3 of 25" in out and "teacher-forced accuracy on these 30.0%" in out
 
 
-def test_signs_that_no_font_has_are_one_notice():
+def test_fonts_are_chosen_by_the_signs_that_are_missing():
     from matplotlib import font_manager, ft2font
-    signs = {"DejaVu": "abc", "Serif": "这电影", "Emoji": "这电影", "Small": "影", "Large": "电这", "None": "x"}
+    signs = {"DejaVu": "abc", "Bold": "这电影", "Serif Regular": "这电影", "Emoji Regular": "这电影",
+             "Small Regular": "影", "Large Regular": "电这", "Other Regular": "x"}
     added = []
 
     def font(path):
-        name = path.split("-")[0]
-        return argparse.Namespace(family_name=name, get_charmap=lambda: dict.fromkeys(map(ord, signs[name])))
+        return argparse.Namespace(family_name=path, get_charmap=lambda: dict.fromkeys(map(ord, signs[path])))
 
-    with swapped(ft2font, "FT2Font", font), swapped(font_manager, "findfont", lambda name: "DejaVu-Regular"), \
-            swapped(font_manager, "findSystemFonts", lambda: [f"{name}-Regular" for name in list(signs)[1:]]), \
+    with swapped(ft2font, "FT2Font", font), swapped(font_manager, "findfont", lambda name: "DejaVu"), \
+            swapped(font_manager, "findSystemFonts", lambda: list(signs)), \
             swapped(font_manager.fontManager, "addfont", added.append), \
-            swapped(os.path, "getsize", lambda path: len(signs[path.split("-")[0]])), \
-            contextlib.redirect_stderr(io.StringIO()) as err:
-        assert visualize.font_families("这电影ab") == ["DejaVu Sans", "Large", "Small"] and not err.getvalue()
-        assert added == ["Large-Regular", "Small-Regular"]
-        assert visualize.font_families("这我们x这") == ["DejaVu Sans", "Large", "None"]
-        assert err.getvalue() == ("no installed font has 们我: boxes in the pictures; for Chinese, install for example "
-                                  "fonts-noto-cjk\n")
+            swapped(os.path, "getsize", lambda path: len(signs[path])):
+        assert visualize.font_families("这电影ab") == ["DejaVu Sans", *added]
+        assert added == ["Large Regular", "Small Regular"]
 
 
 @slow
 def test_missing_glyphs_files_that_are_no_fonts_and_paths_that_are_not_utf8_do_no_harm():
     from matplotlib import font_manager
 
-    def sentence(subjects):
-        maps = subjects[0].labelled_map("classifier")
-        yield "sentence.png", visualize.draw_grid(subjects[0].question, *maps, ["layer 1", "layer 2"])
+    def draw_one(subjects):
+        yield "one.png", visualize.draw_grid("classifier", subjects[0].question, ["layer 1", "layer 2"],
+                                             *subjects[0].maps["classifier"])
 
-    out = "b\udce8"
     with with_toys(), swapped(font_manager, "findSystemFonts", lambda: [__file__]), \
-            swapped(visualize, "draw_all", sentence), warnings.catch_warnings():
+            swapped(visualize, "draw_all", draw_one), warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", DeprecationWarning)
-        os.rename("checkpoints/sentiment.pt", f"{out}.pt")
-        status, printed, err = call(visualize.main, "--device", "cpu", "--checkpoint", f"{out}.pt", "--out", out,
-                                    "--text", "这 电 $")
-        assert status == 0 and err.count("\n") == 2 and "\nno installed font has 电这" in err and "这?" in printed, err
-        assert Path(out, "sentence.png").stat().st_size > 1000
-        assert Path(out, "report.txt").read_text("utf-8").startswith(r"b\udce8.pt: measured on 216 of 216")
+        os.rename("checkpoints/sentiment.pt", "b\udce8.pt")
+        status, out, err = call(visualize.main, *"--device cpu --checkpoint b\udce8.pt --out b\udce8".split(),
+                                "--text", "这 电 $")
+        assert status == 0 and err.count("\n") == 2 and "\nno installed font has 电这: boxes" in err, err
+        assert "这?" in out and Path("b\udce8/one.png").stat().st_size > 1000
+        assert Path("b\udce8/report.txt").read_text("utf-8").startswith(r"b\udce8.pt: measured on 216 of 216")
 
 
 @slow
