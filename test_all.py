@@ -1835,15 +1835,18 @@ def test_a_model_without_its_mask_is_found_out():
 
 @slow
 def test_maps_show_the_text_what_is_generated_every_head_unknown_words_and_padding_that_is_looked_at():
+    def mean_of_all(self, tokens, mask=None):
+        return self.classify(self.encoder(self.embed(tokens), mask).mean(1)), []
+
     with with_toys(), swapped(visualize, "draw_grid", lambda *args: args), \
             contextlib.redirect_stderr(io.StringIO()) as err:
         seen, words = subject("copy", source="7 7 3"), ["7", "7·2", "3", "<eos>"]
         seen.answer = "x" * 81
         pictures = dict(visualize.draw_all([seen]))
-        kind, title, names, cross, rows, columns, masked = pictures["07_cross.png"]
-        assert (kind, title, names) == ("cross", f"cross: “7 7 3” → {'x' * 79}…", ["layer 1"])
+        kind, title, names, cross, rows, columns, masked, framed = pictures["07_cross.png"]
+        assert (kind, title, names, framed) == ("cross", f"cross: “7 7 3” → {'x' * 79}…", ["layer 1"], False)
         assert cross.shape == (1, 2, 4, 4) and not masked.any() and rows == columns == words
-        *_, weights, rows, columns, masked = pictures["06_decoder.png"]
+        *_, weights, rows, columns, masked, _ = pictures["06_decoder.png"]
         assert rows == words and columns == ["<bos>", *words[:3]] and torch.equal(masked, ~subsequent_mask(4)[0])
         assert not weights[..., masked].any()
         _, title, names, weights, *_ = pictures["08_untrained.png"]
@@ -1852,9 +1855,11 @@ def test_maps_show_the_text_what_is_generated_every_head_unknown_words_and_paddi
 
         seen, words = subject("sentiment", text="I really loved it"), ["i?", "really", "loved?", "it?"]
         assert err.getvalue() == "3 of 4 words are unknown to this model\n"
-        _, title, _, _, rows, columns, _ = dict(visualize.draw_all([seen]))["04_classifier.png"]
-        assert re.match(r"classifier: “i really loved it” → negative \(.*%\)\nframed: the row of the first", title)
-        assert rows == columns == words
+        _, title, _, _, rows, columns, _, framed = dict(visualize.draw_all([seen]))["04_classifier.png"]
+        assert re.match(r"classifier: “i really loved it” → negative \(.*%\)\nframed: the row that the", title)
+        assert rows == columns == words and framed
+        with swapped(TransformerClassifier, "forward", mean_of_all):
+            assert not subject("sentiment", text="so dull").framed
         with swapped(train, "make_padding_mask", lambda ids: torch.ones_like(ids)[:, None, None]):
             columns = subject("sentiment", text="I really loved it").maps["classifier"][2]
             assert columns == [*words, "<pad>", "<pad>·2"]
@@ -1914,8 +1919,9 @@ def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
             ([[0.9] * 9], ["我"], ["x", *["我我"] * 8], "utf-8", 13, [
                 "   x  我 我", "我 ██ ██ ██", legend, "the last 6 of 9 columns do not fit into the terminal's width"]),
             ([[0.9]], ["กิ"], ["x\u200d"], "utf-8", 80, ["  x\u200d", "กิ █", legend]),  # one wide, each
-            ([[0.9, 0.3]], ["schöner"], ["ö", "b"], "cp1252", 80, [
-                "        ö b", "schöner # :", ". from 0.10, : from 0.25, * from 0.50, # from 0.75"])]:
+            ([[0.9, 0.3]], ["schöner"], ["ö", "我"], "cp1252", 80, [
+                r"        ö      \u6211", "schöner ###### ::::::",
+                ". from 0.10, : from 0.25, * from 0.50, # from 0.75"])]:
         assert list(visualize.text_map(torch.tensor(weights), rows, columns, encoding, width)) == lines
     assert visualize.fill("我我我", 5) == "我我 "
 
@@ -1945,12 +1951,12 @@ def test_rows_are_queries_labels_unique_masked_cells_not_painted_and_numbers_rea
 
 def test_maps_stand_in_a_grid_of_square_cells_labels_at_its_edge_and_the_row_that_the_classifier_reads_framed():
     for kind, shape, width, height in [("classifier", (2, 3, 6, 9), 9 * 0.36, 6 * 0.36),
-                                       ("cross", (2, 3, 20, 20), 4.3, 4.3), ("decoder", (8, 2, 50, 50), 3.5, 3.5),
-                                       ("encoder", (1, 8, 50, 50), 3.5, 3.5), ("encoder", (1, 3, 1, 2), 1, 1)]:
+                                       ("cross", (2, 2, 20, 20), 4.3, 4.3), ("decoder", (4, 1, 99, 99), 7, 7),
+                                       ("encoder", (1, 4, 99, 99), 7, 7), ("encoder", (1, 3, 1, 2), 1, 1)]:
         layers, heads, queries, keys = shape
         names = [f"layer {i}" for i in range(layers)]
         figure = visualize.draw_grid(kind, "t", names, torch.rand(shape), ["a"] * queries, ["c"] * keys,
-                                     torch.zeros(queries, keys).bool())
+                                     torch.zeros(queries, keys).bool(), framed=kind == "classifier")
         figure.draw_without_rendering()
         *maps, _ = figure.axes  # a colour bar
         for ax in maps:
@@ -2033,14 +2039,19 @@ def test_visualize_says_what_is_wrong_before_any_work():
 @slow
 def test_a_model_of_other_data_is_drawn_and_measured_on_it_on_fewer_lines_where_they_are_long():
     words = "a e i o u".split()
+    def evaluate(task, *args):
+        return {"loss": 1.0, "accuracy": len(task.valid) / 10}
+
     with working_directory(), swapped(visualize, "save_pictures", lambda *args: []), \
+            swapped(train.Task, "evaluate", evaluate), \
             swapped(visualize, "MOST_WEIGHTS", 18):  # 18 // 4**2 + 1 inputs of 3 tokens, 18 // 3**2 + 1 of 2
         for task, option, target, count in [("translate", "--source", "{1} {0} {1}", 2),
                                             ("sentiment", "--text", "{1}", 3)]:
             data, ask = f"{task}.tsv", ("--device", "cpu", "--checkpoint", f"{task}.pt")
             Path(data).write_text("".join(f"{a} {b}\t{target.format(a, b)}\n" for a in words for b in words), "utf-8")
             run_train(f"--task {task} --data {data} --steps 2 --checkpoint {task}.pt --d-model 8")
-            for argv, message in [(["--data", data], f"measured on {count} of 25 lines of {data}; "),
+            measured = f"measured on {count} of 25 lines of {data}; {train.TASKS[task].metric} on these {count}0.0%\n"
+            for argv, message in [(["--data", data], measured),
                                   ([option, "a u"], "measured on the given text alone")]:
                 status, out, err = call(visualize.main, *ask, *argv)
                 assert status == 0 and message in out and "\nerror" not in out, (out, err)

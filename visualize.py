@@ -77,6 +77,17 @@ def key_masks(rows, columns, causal):
     return ~padding & ~future, padding, future
 
 
+def reads_first_row(task, model, batch):
+    """Whether a classifier's answer depends on the first row of the encoder's output alone, as TransformerClassifier's
+    does: it stays if that row takes the place of all others."""
+    with evaluating(model):
+        before, _ = task.predict(model, batch)
+        hook = model.encoder.register_forward_hook(lambda module, inputs, output: output[:, :1].expand_as(output))
+        after, _ = task.predict(model, batch)
+        hook.remove()
+    return before.equal(after)
+
+
 # -------------------------------------------------------------------------------------------------------- the report
 
 LEGEND = """\
@@ -224,7 +235,8 @@ def table(pairs):
 
 class Subject:
     """A model and what is to be seen of it: question and answer; maps, what labelled_maps makes of that question, and
-    maps_before, the same before training; heads, pairs of a Head over many inputs and that before training; report."""
+    maps_before, the same before training; framed: does a classifier read the first row alone? heads, pairs of a Head
+    over many inputs and that before training; report."""
 
     def __init__(self, name, path, device, text=None, source=None, data=None):
         self.task, model, self.checkpoint = load_or_train(name, path, device)
@@ -261,9 +273,13 @@ class Subject:
                                        for each in models)
         self.heads = list(zip(*(measure_heads(attention_maps(task, each, task.batch(examples or drawn)))
                                 for each in models)))
-        accuracy = self.checkpoint["metrics"]["accuracy"]
+        self.framed = classifies and reads_first_row(task, model, [t.to(device) for t in task.batch(drawn)])
+        accuracy, when = self.checkpoint["metrics"]["accuracy"], "after training"
+        if data:
+            task.valid = examples
+            accuracy, when = task.evaluate(model, device)["accuracy"], "on these"
         self.report = "\n".join([
-            f"{path}: measured on {measured}; {task.metric} after training {accuracy:.1%}",
+            f"{path}: measured on {measured}; {task.metric} {when} {accuracy:.1%}",
             *table(self.heads), "", *make_findings(find_problems(self.heads), accuracy)])
 
     def labelled_maps(self, maps):
@@ -318,6 +334,8 @@ SHADED_FROM = 0.10, 0.25, 0.50, 0.75  # the weights
 
 def text_map(weights, rows, columns, encoding, width):
     """A map (query, key) as lines of text, at most width wide; ASCII shades if the encoding lacks the others."""
+    rows, columns = ([label.encode(encoding, "backslashreplace").decode(encoding) for label in labels]
+                     for labels in (rows, columns))
     shades = SHADES if SHADES.encode(encoding, "ignore").decode(encoding) == SHADES else ASCII_SHADES
     left = max(map(cells, rows)) + 1
     narrowest = max(cells(label[:1]) for label in columns) + 1
@@ -460,8 +478,9 @@ def draw_steps():
     return figure
 
 
-def draw_grid(kind, title, names, weights, rows, columns, masked):
-    """Weights (layers, heads, query, key) as one map each, on one scale; names: of the layers."""
+def draw_grid(kind, title, names, weights, rows, columns, masked, framed=False):
+    """Weights (layers, heads, query, key) as one map each, on one scale; names: of the layers; framed: the first row of
+    the last layer."""
     layers, heads, queries, keys = weights.shape
     cell = max(LABEL_CELL, min(USUAL_CELL, MAP / max(queries, keys)))
     cell = min(cell, MAPS / (heads * keys), MAPS / (layers * queries))
@@ -474,9 +493,8 @@ def draw_grid(kind, title, names, weights, rows, columns, masked):
     for i, h in itertools.product(range(layers), range(heads)):
         image = draw_map(axes[i, h], weights[i, h], rows, columns, masked, cell)
         axes[i, h].set(title=f"head {h + 1}" * (i == 0), ylabel=names[i] * (h == 0))
-    if kind == "classifier":
-        for ax in axes[-1]:
-            ax.axhspan(-0.5, 0.5, fill=False, ec="tab:cyan", linewidth=2.5, clip_on=False)
+    for ax in axes[-1] if framed else ():
+        ax.axhspan(-0.5, 0.5, fill=False, ec="tab:cyan", linewidth=2.5, clip_on=False)
     figure.colorbar(image, ax=axes[0, -1], label="attention weight")
     return figure
 
@@ -528,9 +546,8 @@ def draw_all(subjects):
         for kind in subject.maps:
             weights, *labels = subject.maps[kind]
             layers = [f"layer {i + 1}" for i in range(len(weights))]
-            if kind == "classifier":
-                title += "\nframed: the row of the first token, which TransformerClassifier reads"
-            yield files[kind], draw_grid(kind, f"{kind}: {title}", layers, weights, *labels)
+            what = f"{kind}: {title}" + "\nframed: the row that the classifier reads" * subject.framed
+            yield files[kind], draw_grid(kind, what, layers, weights, *labels, subject.framed)
             if kind == "cross":
                 both = torch.stack([subject.maps_before[kind][0], weights], dim=1).flatten(0, 1)
                 names = [f"{layer}\n{when}" for layer in layers for when in ("untrained", "trained")]
