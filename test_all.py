@@ -1985,7 +1985,10 @@ def test_the_first_three_pictures_show_what_they_tell():
     masks = visualize.draw_masks()
     same(shown(masks), [every, causal, causal, padded, causal, causal * padded])
     assert [text.get_text() for text in masks.legends[0].texts] == ["may look", "masked"]
-    q, k, v, scores, scaled, masked, weights, output = shown(visualize.draw_steps())
+    steps = visualize.draw_steps()
+    axes = ["d_k"] * 3 + ["looks at (key)"] * 4 + ["d_k"]
+    assert [ax.get_xlabel() for ax in steps.axes if ax.images] == axes
+    q, k, v, scores, scaled, masked, weights, output = shown(steps)
     allowed = causal * torch.tensor([1, 1, 1, 0])
     softmax = scaled.masked_fill(allowed == 0, -math.inf).softmax(1)
     same([scores, scaled, masked, weights, output], [q @ k.T, scores / 2, scaled * allowed, softmax, weights @ v], 1e-5)
@@ -2045,7 +2048,7 @@ def test_a_model_of_other_data_is_drawn_and_measured_on_it_on_fewer_lines_where_
     with working_directory(), swapped(visualize, "save_pictures", lambda *args: []), \
             swapped(train.Task, "evaluate", evaluate), \
             swapped(visualize, "MOST_WEIGHTS", 18):  # 18 // 4**2 + 1 inputs of 3 tokens, 18 // 3**2 + 1 of 2
-        for task, option, target, count in [("translate", "--source", "{1} {0} {1}", 2),
+        for task, option, target, count in [("translate", "--source", "{1}x {0}x {1}x", 2),
                                             ("sentiment", "--text", "{1}", 3)]:
             data, ask = f"{task}.tsv", ("--device", "cpu", "--checkpoint", f"{task}.pt")
             Path(data).write_text("".join(f"{a} {b}\t{target.format(a, b)}\n" for a in words for b in words), "utf-8")
@@ -2057,6 +2060,9 @@ def test_a_model_of_other_data_is_drawn_and_measured_on_it_on_fewer_lines_where_
                 assert status == 0 and message in out and "\nerror" not in out, (out, err)
             status, out, err = call(visualize.main, *ask)
             assert status == 2 and f"{option} or --data" in err
+        seen = visualize.Subject(None, "translate.pt", torch.device("cpu"), source="a u")
+        _, rows, columns, _ = seen.maps["cross"]  # each in words of its own language
+        assert columns == ["a", "u", "<eos>"] and all(re.match("[aeiou]x|<eos>", label) for label in rows)
 
 
 def test_fonts_are_chosen_by_the_signs_that_are_missing():
