@@ -885,18 +885,18 @@ def test_data_files_are_read_as_pairs():
 
 def test_bad_data_files_are_one_line_with_the_place():
     for name, data, message in [("empty.tsv", "", "no line with text"), ("blank.tsv", " \n\t\n", "no line with text"),
-                                ("one.tsv", "a\tyes\nb\n", "line 2: 1 column, expected text<TAB>label"),
-                                ("three.tsv", "a\tb\tyes\n", "line 1: 3 columns, expected text<TAB>label"),
+                                ("one.tsv", "a\tyes\nb\n", "line 2: 1 column, expected 2: text<TAB>label"),
+                                ("three.tsv", "a\tb\tyes\n", "line 1: 3 columns, expected 2: text<TAB>label"),
                                 ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "line 2: field larger than"),
                                 ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
                                 ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
                                 ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
                                 ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; columns are"),
                                 ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
-                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 column, expected 2 as in"),
+                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 column, expected 2: text,label"),
                                 ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
                                 ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
-                                ("none.csv", "", "no column")]:
+                                ("none.csv", "", "no line with text")]:
         with working_directory():
             raises(ValueError, [name, message], train.read_pairs, write(name, data), train.Sentiment)
 
@@ -943,14 +943,14 @@ def test_what_was_read_is_told_before_training():
         write("valid.tsv", "good film w1\tpos\nbad new words\tneg\n")
         out, err = run_train("--task sentiment --data data.tsv --valid valid.tsv --steps 1")
         assert out.split("\n")[:3] == [
-            "data.tsv: 43 lines for training; 2 for validation, in valid.tsv, 1 of them also in the training set",
+            "data.tsv: 43 lines for training; 2 of valid.tsv for validation, 1 of them also in the training set",
             "labels: pos 22, neg 20, Pos 1",
-            "words: 23 known, those that occur twice in training; 33.3% of the validation tokens are not"], out
+            "words: 23 tokens known, those that occur twice in training; 33.3% of the validation tokens are not"], out
         assert "data.tsv: 1 texts have more than 256 tokens; the rest of them is cut off\n" in err
         write("pairs.tsv", PAIRS + f"{'a ' * 129}\tx\n{'a ' * 128}\tA\nc\t\n")
         out, err = run_train("--task translate --data pairs.tsv --valid pairs.tsv --steps 1")
-        assert "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
-        assert "source words: 10 known" in out and "target words: 10 known" in out
+        assert "pairs.tsv: 27 lines for training; 27 of pairs.tsv for validation, 27 of them" in out
+        assert "source: 10 tokens known" in out and "target: 10 tokens known" in out
         assert "1 pairs with more than 128 tokens on a side" in err and "1 lines with an empty column left out" in err
         assert saved("checkpoints/pairs.pt")["config"]["max_len"] == 129  # the longest and EOS
 
@@ -960,18 +960,17 @@ def test_what_was_read_is_told_before_training():
 
 def toy(name):
     """A toy task that is read, and its options."""
-    args = train.recipe_options(name)
+    args = train.with_defaults([], train.TASKS[name].recipe)
     return train.TASKS[name].read(args), args
 
 
 @contextlib.contextmanager
 def quick_copy():
     """Inside, copy has 20 held-out examples and rounds of 3 batches."""
-    def batches(task, args, number):
-        return itertools.islice(right(task, args, number), 3)
-    right = train.Copy.batches
-    with swapped(train.Copy, "toy_examples", lambda task: task.examples(random.Random(0), 20, held_out=True)), \
-            swapped(train.Copy, "batches", batches):
+    examples, batches = train.Copy.examples, train.Copy.batches
+    with swapped(train.Copy, "batches", lambda *args: itertools.islice(batches(*args), 3)), \
+            swapped(train.Copy, "examples", lambda task, rng, size, held_out:
+                    examples(task, rng, 20 if held_out else size, held_out)):
         yield
 
 
@@ -1075,21 +1074,20 @@ def test_models_of_file_tasks():
     model = task.build(task.config(args))
     assert model.generator.weight is model.tgt_embed[0].embedding.weight  # one matrix (paper 3.4)
     assert task.score({"loss": 1.0, "accuracy": 0.0}) > task.score({"loss": 2.0, "accuracy": 1.0})
-    assert train.Task().score({"loss": 2.0, "accuracy": 0.9}) > train.Task().score({"loss": 1.0, "accuracy": 0.8})
+    assert toy("copy")[0].score({"loss": 2.0, "accuracy": 0.9}) > toy("copy")[0].score({"loss": 1.0, "accuracy": 0.8})
     raises(ValueError, "3 tokens; this model reads 1 to 2", task.model_ids, model, "a b c")
     raises(ValueError, "0 tokens", task.model_ids, model, " ")
     raises(ValueError, "x.tsv: every pair has more than 2 tokens", task.encode_pairs, [("abc", "d")], "x.tsv", 2)
 
 
-def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
+def test_a_sample_shows_text_answer_and_label_and_goes_round_the_validation_set():
     copy, sentiment = toy("copy")[0], toy("sentiment")[0]
     copy.valid = [(copy.encode(text), [BOS, *copy.encode("7 7")]) for text in ("1 2", "3", "4")]
     sentiment.valid = [(sentiment.encode("the film is good"), 1), (sentiment.encode("so dull"), 0)]
-    for task, shown, lines in [(copy, 1, ["3  ->  a 0.9 (7 7)"]), (sentiment, 1, ["so dull  ->  a 0.9 (negative)"]),
-                               (copy, 2, ["4  ->  a 0.9 (7 7)", "1 2  ->  a 0.9 (7 7)"])]:
-        with swapped(task, "answers", lambda model, rows: ["a\t0.9"] * len(rows)), swapped(task, "shown", shown):
-            assert task.samples(None, 1) == lines
-    assert (train.Copy.shown, train.Sentiment.shown, train.Translate.shown) == (1, 1, 3)
+    for task, number, line in [(copy, 1, "3  ->  a 0.9 (7 7)"), (copy, 3, "1 2  ->  a 0.9 (7 7)"),
+                               (sentiment, 1, "so dull  ->  a 0.9 (negative)")]:
+        with swapped(task, "answers", lambda model, rows: ["a\t0.9"]):
+            assert task.sample(None, number) == line
 
 
 # --- train.py: the loop
@@ -1423,6 +1421,7 @@ def test_each_data_file_has_a_checkpoint_of_its_own():
 def test_wrong_arguments_of_train_are_one_line_before_any_work():
     with working_directory() as directory:
         for name, text in [("pairs.tsv", PAIRS), ("one-class.tsv", "a b\tyes\nc d\tyes\n"), ("one.tsv", "a b\tyes\n"),
+                           ("few.tsv", "a b\tyes\nc d\tno\n"),
                            ("two.tsv", "a b\tyes\nc d\tno\ne f\tno\n" * 5), ("odd.tsv", f"a b\t{'maybe ' * 50}\n"),
                            ("swapped.tsv", "".join(f"{'pn'[i % 2]}\treview {i}\n" for i in range(30)))]:
             write(name, text)
@@ -1437,10 +1436,10 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
                 ("--task sentiment --valid two.tsv", "--valid needs --data"), ("--task copy --data=", "is empty"),
                 ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
                 ("--task translate --data ..", "..: Is a directory"),
-                ("--task sentiment --data one-class.tsv", "all training lines have the label 'yes'"),
-                ("--task sentiment --data one.tsv", "too few different texts"),
-                ("--task translate --data one.tsv", "too few different texts"),
-                ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines; a line is text<TAB>label"),
+                ("--task sentiment --data one-class.tsv", "1 different labels in 2 lines, expected 2 to 10"),
+                ("--task sentiment --data few.tsv", "too few different texts"),  # nothing to hold out
+                ("--task translate --data one.tsv", "too few different texts"),  # nothing to train on
+                ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines, expected 2 to 15; are"),
                 ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe maybe maybe maybe maybe maybe may…'"),
                 ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
                 ("--task copy --d-model 99999998", "a model of these sizes cannot be built"),
@@ -1488,9 +1487,9 @@ def test_devices():
         with mock.patch.dict(os.environ, ranks):
             assert train.pick_device("cuda") == torch.device("cuda:1")
             assert train.pick_device("cpu") == torch.device("cpu")
-            raises(ValueError, "needs a GPU of its own, of 2", train.pick_device, "cuda:0")
+            raises(ValueError, "2 processes need a GPU each, of 2; try cuda or cpu", train.pick_device, "cuda:0")
             os.environ["LOCAL_WORLD_SIZE"] = "3"
-            raises(ValueError, "each of the 3 processes here needs a GPU of its own", train.pick_device, "cuda")
+            raises(ValueError, "3 processes need", train.pick_device, "cuda")
     with mock.patch.dict(os.environ, RANK="1", WORLD_SIZE="abc"):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         assert train.rank_and_ranks() == (0, 1)  # without torchrun RANK means nothing
@@ -2101,7 +2100,7 @@ def test_visualize_says_what_is_wrong_before_any_work():
             status, out, err = call(visualize.main, "--device", "cpu", *argv)
             assert status == 2 and not out and message in err.splitlines()[-1], (argv, err)
         raises(OSError, "none.pt", visualize.main, ["--device", "cpu", "--checkpoint", "none.pt"])
-        other = train.Task(), small_classifier(), {"task": "x"}
+        other = train.Task({"a": []}), small_classifier(), {"task": "x"}
         with swapped(visualize, "load_or_train", lambda *args: other):
             err = call(visualize.main, "--device", "cpu", *copy)[2]
             assert "does not know a Task task with a TransformerClassifier" in err, err

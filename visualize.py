@@ -33,8 +33,8 @@ import torch
 from attention import attention, make_padding_mask, make_target_mask, subsequent_mask
 from model import BOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
 from train import (TASKS, Parser, Seq2Seq, Sentiment, count_unknown, default_path, file_path, join_tokens,
-                   load_or_train, pad, pick_device, print_notice, read_pairs, recipe_options, run, set_seed, shift,
-                   shorten, tokenize)
+                   load_or_train, pad, pick_device, print_notice, read_pairs, run, set_seed, shift, shorten,
+                   tokenize, with_defaults)
 from transformer_layer import PositionalEncoding
 
 TEXT, SOURCE = "the film was not very bad", "3 1 4 1 5 9 2 5"  # held out in training
@@ -319,7 +319,7 @@ class Subject:
 
     def labels(self, ids, generated):
         """The tokens of a row of ids that was generated or read, each label once; what was typed in place of <unk>."""
-        tokens = self.task.target.tokens if generated else self.task.vocabulary.tokens
+        tokens = self.task.target.tokens if generated else self.task.source.tokens
         words = [tokens[i] for i in ids]
         if not generated:
             words = [f"{typed}?" if i == UNK else word
@@ -353,10 +353,10 @@ def examples_to_measure(task, model, data):
         examples, total, what = task.encode_pairs(some, data, task.most_tokens(model)), len(pairs), f"lines of {data}"
         question = join_tokens(min((tokens for tokens, _ in some), key=lambda tokens: abs(len(tokens) - 10)))
     else:
-        examples, what, question = task.toy_examples(), "validation examples", task.question
+        examples, what = task.toy_examples(), "validation examples"
         if examples is None:
             return [], "the given text and its second half (--data FILE measures more)", None
-        total = len(examples)
+        total, question = len(examples), task.question
     size = max(len(side) for example in examples for side in example if isinstance(side, list))
     examples = examples[::math.ceil(len(examples) / min(MOST_INPUTS, 1 + MOST_WEIGHTS // size ** 2))]
     return examples, f"{len(examples)} of {total:,} {what}", question
@@ -724,7 +724,7 @@ def main(argv=None):
         else:
             text, source = TEXT if args.text is None else args.text, SOURCE if args.source is None else args.source
             for name, asked, option in ("sentiment", text, "--text"), ("copy", source, "--source"):
-                options = recipe_options(name)  # whether it can be read is known before the toys are trained
+                options = with_defaults([], TASKS[name].recipe)  # known before the toys are trained: can it be read?
                 task = TASKS[name].read(options)
                 readable_ids(task, task.build(task.config(options)), asked, option, report_cut=str)
             subjects = [Subject("sentiment", None, device, text=text), Subject("copy", None, device, source=source)]
