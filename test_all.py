@@ -884,19 +884,15 @@ def test_data_files_are_read_as_pairs():
 
 
 def test_bad_data_files_are_one_line_with_the_place():
-    for name, data, message in [("empty.tsv", "", "no line with text"), ("blank.tsv", " \n\t\n", "no line with text"),
+    for name, data, message in [("empty.tsv", "", "no line with text"), ("empty.csv", "", "no line with text"),
                                 ("one.tsv", "a\tyes\nb\n", "line 2: 1 column, expected 2: text<TAB>label"),
-                                ("three.tsv", "a\tb\tyes\n", "line 1: 3 columns, expected 2: text<TAB>label"),
-                                ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "line 2: field larger than"),
-                                ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
-                                ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
+                                ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "near line 2: field larger than"),
+                                ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "near line 1: 'utf-8' codec can't decode"),
                                 ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
                                 ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; columns are"),
                                 ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
-                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 column, expected 2: text,label"),
-                                ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
-                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
-                                ("none.csv", "", "no line with text")]:
+                                ("comma.csv", "text,label\na, b,yes\n", "line 2: 3 columns, expected 2: text,label"),
+                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "near line 3: unexpected end")]:
         with working_directory():
             raises(ValueError, [name, message], train.read_pairs, write(name, data), train.Sentiment)
 
@@ -924,10 +920,10 @@ def test_the_only_examples_of_a_class_are_in_training():
     assert train.hold_out(pairs[:2], 0, labelled=True)[1] == []
 
 
-def test_labels_of_which_over_ten_and_over_half_the_lines_differ_are_refused():
+def test_one_label_or_over_ten_labels_on_over_half_the_lines_are_refused():
     with working_directory(), contextlib.redirect_stdout(io.StringIO()):
         args = argparse.Namespace(data="data.tsv", valid=None, seed=0)
-        for lines, labels, refused in (20, 10, False), (20, 11, True), (40, 20, False), (40, 21, True):
+        for lines, labels, refused in (20, 1, True), (20, 2, False), (20, 10, False), (20, 11, True), (40, 21, True):
             write("data.tsv", "".join(f"text {i}\tlabel {i % labels}\n" for i in range(lines)))
             train.read_split(args, argparse.Namespace(columns=train.Sentiment.columns, labelled=False))
             if refused:
@@ -1215,11 +1211,8 @@ def test_the_same_seed_gives_the_same_weights():
     first, again, other = (weights_after(f"--steps 2 --dropout 0.1 --seed {seed}") for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert len({train.mixed_seed(a, b) for a in range(20) for b in range(20)}) == 400
-    drawn = []
-    for seed in 1, 1, 2:
-        train.set_seed(seed)
-        drawn.append((random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1] and not set(drawn[0]) & set(drawn[2])
+    first, again, other = ((train.set_seed(seed), random.random(), torch.rand(1))[1:] for seed in (1, 1, 2))
+    assert first == again and first[0] != other[0] and first[1] != other[1]
 
 
 @slow
@@ -1357,16 +1350,15 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_weights():
 
 @slow
 def test_toys_take_one_thread_larger_models_and_the_users_word_more():
-    asked = []
-    before = torch.get_num_threads()
-    with working_directory(), swapped(train, "train", lambda *args: asked.append(torch.get_num_threads()) or 0):
+    asked, before = [], torch.get_num_threads()
+    with working_directory(), swapped(train, "train", lambda *args: asked.append(torch.get_num_threads()) or 0), \
+            mock.patch.dict(os.environ):
+        os.environ.pop("OMP_NUM_THREADS", None)
         torch.set_num_threads(2)
-        for environment, size in ({}, 64), ({}, 128), ({"OMP_NUM_THREADS": "2"}, 64):
-            with mock.patch.dict(os.environ, environment):
-                if not environment:
-                    os.environ.pop("OMP_NUM_THREADS", None)
-                run_train(f"--task copy --d-model {size}")
-                assert torch.get_num_threads() == 2
+        for size, environment in (64, {}), (128, {}), (64, {"OMP_NUM_THREADS": "2"}):
+            os.environ.update(environment)
+            run_train(f"--task copy --d-model {size}")
+            assert torch.get_num_threads() == 2
         torch.set_num_threads(before)
     assert asked == [1, 2, 2]
 
@@ -1420,9 +1412,8 @@ def test_each_data_file_has_a_checkpoint_of_its_own():
 
 def test_wrong_arguments_of_train_are_one_line_before_any_work():
     with working_directory() as directory:
-        for name, text in [("pairs.tsv", PAIRS), ("one-class.tsv", "a b\tyes\nc d\tyes\n"), ("one.tsv", "a b\tyes\n"),
-                           ("few.tsv", "a b\tyes\nc d\tno\n"),
-                           ("two.tsv", "a b\tyes\nc d\tno\ne f\tno\n" * 5), ("odd.tsv", f"a b\t{'maybe ' * 50}\n"),
+        for name, text in [("one.tsv", "a b\tyes\n"), ("two.tsv", "a b\tyes\nc d\tno\n"),
+                           ("odd.tsv", f"a b\t{'maybe ' * 50}\n"),
                            ("swapped.tsv", "".join(f"{'pn'[i % 2]}\treview {i}\n" for i in range(30)))]:
             write(name, text)
         before = sorted(directory.rglob("*"))
@@ -1436,28 +1427,27 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
                 ("--task sentiment --valid two.tsv", "--valid needs --data"), ("--task copy --data=", "is empty"),
                 ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
                 ("--task translate --data ..", "..: Is a directory"),
-                ("--task sentiment --data one-class.tsv", "1 different labels in 2 lines, expected 2 to 10"),
-                ("--task sentiment --data few.tsv", "too few different texts"),  # nothing to hold out
+                ("--task sentiment --data two.tsv", "too few different texts"),  # nothing to hold out
                 ("--task translate --data one.tsv", "too few different texts"),  # nothing to train on
                 ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines, expected 2 to 15; are"),
                 ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe maybe maybe maybe maybe maybe may…'"),
                 ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
-                ("--task copy --d-model 99999998", "a model of these sizes cannot be built"),
-                ("--steps 0", "of at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "of at least 1"),
-                ("--steps 9999999999", "and below"), ("--lr nan", "number"), ("--lr 0", "number"),
-                ("--lr inf", "number"), ("--lr 10", "below 10"), ("--dropout 1", "below 1"), ("--dropout x", "number"),
+                ("--task copy --d-model 99999998", "can't allocate memory"),
+                *((f"--{option} 0", "of at least 1") for option in
+                  ("epochs", "steps", "batch-size", "layers", "d-model", "heads", "d-ff")),
+                ("--steps 1.5", "whole number"), ("--steps 9999999999", "and below"), ("--lr nan", "number"),
+                ("--lr 0", "number"), ("--lr 10", "below 10"), ("--dropout 1", "below 1"), ("--dropout x", "number"),
                 ("--warmup -1", "of at least 0"), ("--seed -1", "of at least 0"), (f"--seed {2 ** 63}", "below"),
-                ("--layers 0", "of at least 1"), ("--heads 0", "of at least 1"), ("--norm mid", "invalid choice")]:
+                ("--norm mid", "invalid choice")]:
             refused(train.main, message, line)
         assert [path for path in sorted(directory.rglob("*")) if path.name != "checkpoints"] == before
 
 
 def test_what_is_typed_counts_before_the_recipe():
-    def options(line, defaults=train.Sentiment.recipe):
-        return train.with_defaults(line.split(), defaults)
-    assert options("").seed == 42 and options(f"--seed {2 ** 63 - 1}").seed == 2 ** 63 - 1
-    typed = options("--seed 0 --dropout 0 --warmup 0 --steps 7")
-    assert (typed.seed, typed.dropout, typed.warmup, typed.steps, typed.lr) == (0, 0, 0, 7, 6e-3)
+    assert train.with_defaults([], train.Sentiment.recipe).seed == 42
+    line = f"--seed {2 ** 63 - 1} --dropout 0 --warmup 0 --steps 7"
+    typed = train.with_defaults(line.split(), train.Sentiment.data_recipe)
+    assert (typed.seed, typed.dropout, typed.warmup, typed.steps, typed.lr) == (2 ** 63 - 1, 0, 0, 7, 1e-3)
 
 
 def test_recipes_are_those_that_the_readme_measured():
@@ -1668,13 +1658,12 @@ def test_translate_trains_a_missing_default_checkpoint_first_and_says_so():
 def test_wrong_arguments_of_translate_are_one_line():
     with with_toys():
         write("text.pt", "hello")
-        whole = Path("checkpoints/copy.pt").read_bytes()
-        write("short.pt", whole[:5000])
-        torch.save({"model": {"weight": torch.zeros(3)}}, "foreign.pt")
-        torch.save(torch.nn.Linear(2, 2), "code.pt")
-        torch.save({**saved("checkpoints/copy.pt"), "task": "poem"}, "poem.pt")
-        torch.save({**saved("checkpoints/copy.pt"), "config": {}}, "config.pt")
-        torch.save({k: v for k, v in saved("checkpoints/copy.pt").items() if k != "history"}, "part.pt")
+        write("short.pt", Path("checkpoints/copy.pt").read_bytes()[:5000])
+        whole = saved("checkpoints/copy.pt")
+        part = {key: whole[key] for key in whole if key != "history"}
+        for name, content in [("foreign", {"model": {"weight": torch.zeros(3)}}), ("code", nn.Linear(2, 2)),
+                              ("poem", dict(whole, task="poem")), ("config", dict(whole, config={})), ("part", part)]:
+            torch.save(content, f"{name}.pt")
         write("pairs.tsv", PAIRS)
         run_train("--task translate --data pairs.tsv --steps 1")
         for line, message in [("3 11", "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),

@@ -196,6 +196,7 @@ class Task:
     A task whose examples are random inherits from Copy: it needs symbols, most, draw and a recipe of its own.
     """
 
+    columns = recipe = data_recipe = None
     label_smoothing = 0.0
     labelled = False   # the second column is a label, not a text, and a text that is too long may be cut off
     in_tokens = False  # --batch-size counts tokens, not examples
@@ -383,12 +384,10 @@ class Copy(Seq2Seq):
     needs a recipe of its own: this learning rate is too high for most other work.
     """
 
-    columns = None
     metric = "greedy exact match"
     question = "3 1 4 1 5"
     recipe = dict(epochs=None, steps=250, batch_size=64, lr=8e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
                   heads=2, d_ff=64, norm="pre")
-    data_recipe = None
     symbols = [str(i) for i in range(1, 11)]
     most = 10        # symbols in a source, and in a target
     repeated = 0.3   # of the symbols
@@ -449,7 +448,6 @@ class Translate(Seq2Seq):
     columns = ("source",), ("target",)
     sides = "source", "target"
     metric = "teacher-forced accuracy"
-    recipe = None
     data_recipe = dict(epochs=15, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3,
                        d_model=128, heads=4, d_ff=256, norm="pre")
     label_smoothing = 0.1
@@ -600,11 +598,8 @@ def read_rows(path, **dialect):
                     print_notice(f"{path}: {count:,} lines read")
                 if any(cell.strip() for cell in row):
                     yield reader.line_num, row
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text, near line {reader.line_num + 1} "
-                             f"(0x{error.object[error.start]:02x})") from None
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+        except (UnicodeDecodeError, csv.Error) as error:  # bytes are decoded some lines ahead
+            raise ValueError(f"{path}, near line {reader.line_num or 1}: {error}") from None
 
 
 def read_pairs(path, task):
@@ -863,9 +858,7 @@ def make_parser():
 
 def with_defaults(argv, defaults):
     """The options: those in argv, the others from defaults."""
-    parser = make_parser()
-    parser.set_defaults(**defaults)
-    return parser.parse_args(argv)
+    return make_parser().parse_args(argv, argparse.Namespace(**defaults))
 
 
 def saved_options(args):
@@ -897,8 +890,7 @@ def prepare(name, typed, argv):
     defaults = saved["options"] if typed.resume else TASKS[name].data_recipe if typed.data else TASKS[name].recipe
     if defaults is None:
         raise ValueError(f"--task {name} {'takes no --data' if typed.data else 'needs --data FILE'}")
-    args = with_defaults(argv, defaults)
-    args.task = name
+    args = with_defaults(argv, dict(defaults, task=name))
     if typed.epochs and args.steps:
         raise ValueError(f"--epochs {typed.epochs}: this run counts steps ({args.steps}); use --steps alone")
     for key, value in saved_options(args).items() if typed.resume else ():
@@ -908,10 +900,7 @@ def prepare(name, typed, argv):
     task = TASKS[name].read(args)
     config = task.config(args)
     set_seed(args.seed)
-    try:
-        model = task.build(config)
-    except RuntimeError as error:
-        raise ValueError(f"a model of these sizes cannot be built: {str(error).splitlines()[0]}") from None
+    model = task.build(config)
     if not typed.resume:
         if saved and saved["vocab"] != task.vocab:
             print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
@@ -940,8 +929,8 @@ def main(argv=None):
     try:
         device = pick_device(typed.device)
         jobs = [prepare(name, typed, argv) for name in names]
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, RuntimeError) as error:  # a RuntimeError: there is no memory for the model
+        parser.error(str(error).splitlines()[0])
 
     if ranks > 1:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
