@@ -1323,7 +1323,6 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
         for line, message in [("--d-model 32", "--d-model 32: the interrupted run has 16"),
                               ("--fused", "--fused True: the interrupted run has none"),
                               ("--steps 9", "--steps 9: the interrupted run has none"),
-                              ("--checkpoint y.pt", "nothing to resume: y.pt holds no translate run"),
                               ("--task sentiment", "nothing to resume: x.pt holds no sentiment run")]:
             refused(train.main, message, f"--task translate --checkpoint x.pt --resume {line}")
         write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)
@@ -1426,7 +1425,6 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
                 ("--task sentiment --steps 3 --epochs 3", "use --steps alone"), ("--task translate", "needs --data"),
                 ("--task sentiment --valid two.tsv", "--valid needs --data"), ("--task copy --data=", "is empty"),
                 ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
-                ("--task translate --data ..", "..: Is a directory"),
                 ("--task sentiment --data two.tsv", "too few different texts"),  # nothing to hold out
                 ("--task translate --data one.tsv", "too few different texts"),  # nothing to train on
                 ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines, expected 2 to 15; are"),
@@ -1550,7 +1548,6 @@ def test_translate_answers_its_arguments():
         sentiment = "--checkpoint checkpoints/sentiment.pt"
         for line, answer, message in [
                 ("3 1 4 1 5", "3 1 4 1 5", ""), (f"{sentiment} the film was never dull", "positive\t(0.9..|1.000)", ""),
-                (f"{sentiment} the film was not very dull", r"positive\t[01]\.\d\d\d", ""),
                 (f"{sentiment} the film was not very bad at all", r"positive\t[01]\.\d\d\d",
                  "8 tokens; this model reads the first 6\n"),
                 (f"{sentiment} I really loved it", r"(posi|nega)tive\t[01]\.\d\d\d",
@@ -1565,9 +1562,11 @@ def test_translate_answers_its_arguments():
 @slow
 def test_translate_answers_each_line_in_order_and_names_the_bad_ones():
     lines = ["10 9 8", "", "1 2 x", "7", "1 2 3 4 5 6 7 8 9 10 1", "  2   2 ", "\ufeff4 4\r", "1 " * 500_001]
+    more = [" ".join(str(1 + (i * j) % 10) for j in range(1, 2 + i % 10)) for i in range(120)]  # over a batch
+    stdin = "\n".join([*lines, "\udcff", *more]).encode(errors="surrogateescape")  # a byte that is not UTF-8
     with with_toys():
-        status, out, err = on_cpu(translate.main, "", stdin="\n".join(lines).encode() + b"\n\xff\n6")
-        assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "", "6", ""]
+        status, out, err = on_cpu(translate.main, "", stdin=stdin)
+        assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "", *more, ""]
         assert status == 2 and re.findall(r"^translate.py: line (\d+): ", err, flags=re.M) == ["3", "5", "8", "9"]
         assert "1,000,003 characters" in err  # with its end
         texts = b"the film was good\n\nso dull today\nthe film was never ever bad at all\n"
@@ -1595,17 +1594,6 @@ def test_translate_answers_a_terminal_line_by_line_and_takes_a_stdin_of_text_or_
             raises(SystemExit, "2", translate.main, ["--device", "cpu"])
     assert err.getvalue() == ("one text a line; Ctrl-D ends\n"
                               "translate.py: error: no text and no stdin (see --help)\n")
-
-
-@slow
-def test_translate_gives_a_file_the_same_answers_in_any_block():
-    lines = [" ".join(str(1 + (i * j) % 10) for j in range(1, 2 + i % 10)) for i in range(120)]
-    with with_toys():
-        task, model, _ = train.load_or_train("copy", None, "cpu")
-        rows = [task.model_ids(model, line) for line in lines]
-        for beams in 1, 2:
-            assert translate.answer(task, model, rows, beams) == lines  # more than one batch
-        assert [translate.answer(task, model, [row], 1)[0] for row in rows[:20]] == lines[:20]
 
 
 @slow

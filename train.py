@@ -217,7 +217,7 @@ class Task:
         task.train = task.encode_pairs(train, args.data)
         task.valid = task.encode_pairs(valid, args.valid or args.data)
         for name, side in zip(cls.sides, zip(*task.valid)):
-            if args.data and isinstance(side[0], list):  # a label is none
+            if args.data and isinstance(side[0], list):  # not labels
                 unknown, tokens = map(sum, zip(*map(count_unknown, side)))
                 print(f"{name}: {len(task.vocab[name]) - len(SPECIAL):,} tokens known, those that occur twice in "
                       f"training; {unknown / tokens:.1%} of the validation tokens are not")
@@ -389,8 +389,7 @@ class Copy(Seq2Seq):
     recipe = dict(epochs=None, steps=250, batch_size=64, lr=8e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
                   heads=2, d_ff=64, norm="pre")
     symbols = [str(i) for i in range(1, 11)]
-    most = 10        # symbols in a source, and in a target
-    repeated = 0.3   # of the symbols
+    most = 10  # symbols in a source, and in a target
 
     @classmethod
     def read(cls, args):
@@ -405,20 +404,20 @@ class Copy(Seq2Seq):
         length = max(rng.randint(1, self.most), rng.randint(1, self.most))
         symbols = rng.choices(self.symbols, k=length)
         for i in range(1, length):
-            if rng.random() < self.repeated:
+            if rng.random() < 0.3:
                 symbols[i] = symbols[i - 1]
         return " ".join(symbols), " ".join(symbols)
 
     def examples(self, rng, size, held_out):
         """Examples from one side of the split: a tenth of all sources, chosen by checksum, is held out."""
-        drawn = (self.draw(rng) for _ in range(1000 * size))
-        chosen = ((source, target) for source, target in drawn
-                  if (zlib.crc32(source.encode()) % 10 == 5) == held_out)  # 5: no single symbol of copy is held out
-        examples = [(self.encode(source), [BOS, *self.encode(target)])
-                    for source, target in itertools.islice(chosen, size)]
-        if len(examples) < size:
-            raise ValueError(f"{type(self).__name__}.draw gives too few different sources to hold a tenth of them out")
-        return examples
+        examples = []
+        for _ in range(1000 * size):
+            source, target = self.draw(rng)
+            if (zlib.crc32(source.encode()) % 10 == 5) == held_out:  # 5: none of copy's single symbols is held out
+                examples.append((self.encode(source), [BOS, *self.encode(target)]))
+            if len(examples) == size:
+                return examples
+        raise ValueError(f"{type(self).__name__}.draw gives too few different sources to hold a tenth of them out")
 
     def batches(self, args, number):
         rng = random.Random(mixed_seed(args.seed, number))
@@ -608,7 +607,8 @@ def read_pairs(path, task):
     if task.columns is None:
         raise ValueError(f"{path}: {type(task).__name__} draws its examples and reads no file")
     is_csv = str(path).lower().endswith(".csv")
-    rows = read_rows(path) if is_csv else read_rows(path, delimiter="\t", quoting=csv.QUOTE_NONE)
+    sign, dialect = (",", {}) if is_csv else ("<TAB>", dict(delimiter="\t", quoting=csv.QUOTE_NONE))
+    rows = read_rows(path, **dialect)
     expected = [names[0] for names in task.columns]
     line, first = next(rows, (1, expected))
     header = [cell.strip().lower() for cell in first]
@@ -624,7 +624,7 @@ def read_pairs(path, task):
     for line, row in rows:
         if len(row) != len(expected):
             raise ValueError(f"{path}, line {line}: {len(row)} column{'s' * (len(row) > 1)}, "
-                             f"expected {len(expected)}: {shorten((',' if is_csv else '<TAB>').join(expected))}")
+                             f"expected {len(expected)}: {shorten(sign.join(expected))}")
         first, second = (row[i].strip() for i in where)
         if first and second:
             pairs.append((tuple(tokenize(first)), second if task.labelled else tokenize(second)))
