@@ -676,7 +676,6 @@ def read_split(args, task):
 
 # ------------------------------------------------------------------------------ checkpoints, device, ranks and seeds
 
-
 CHECKPOINT = {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}  # of a complete run
 
 
@@ -730,9 +729,8 @@ def load_or_train(name, path, device):
         if not path.exists():
             print_notice(f"{path} is not there yet; training it first")
             with contextlib.redirect_stdout(sys.stderr):
-                status = main(["--task", name, "--device", str(device)])
-            if status != 0:
-                sys.exit(status)
+                if main(["--task", name, "--device", str(device)]) != 0:
+                    sys.exit(1)
     return load_checkpoint(path, device)
 
 
