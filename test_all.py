@@ -1040,15 +1040,16 @@ def test_length_batches_hold_each_example_once_and_little_padding():
     rng = random.Random(0)
     lengths = [rng.randint(1, 39) for _ in range(500)]
     examples = [([i] * n, [i] * (n + 1)) for i, n in enumerate(lengths)]
-    plain = train.length_batches(examples, 300, in_tokens=True)
-    mixed, again, other = (train.length_batches(examples, 300, random.Random(seed), True) for seed in (1, 1, 2))
+    counts_tokens, counts_examples = train.Translate({"": []}), train.Sentiment({"": []})
+    plain = counts_tokens.length_batches(examples, 300)
+    mixed, again, other = (counts_tokens.length_batches(examples, 300, random.Random(seed)) for seed in (1, 1, 2))
     assert len(plain) == len(mixed) and plain != mixed == again != other
     for batches in plain, mixed:
         assert sorted(example for batch in batches for example in batch) == sorted(examples)
         assert all(len(batch) * max(len(tgt) for _, tgt in batch) <= 300 for batch in batches)
         assert sum(len(batch) * max(len(src) for src, _ in batch) for batch in batches) < 1.1 * sum(lengths)
-    assert list(map(len, train.length_batches(examples, 64))) == [64] * 7 + [52]
-    assert list(map(len, train.length_batches([([1] * 9, 0)] * 3, 5, None, True))) == [1] * 3  # too long: alone
+    assert list(map(len, counts_examples.length_batches(examples, 64))) == [64] * 7 + [52]
+    assert list(map(len, counts_tokens.length_batches([([1] * 9, 0)] * 3, 5))) == [1] * 3  # too long: alone
 
 
 def test_an_epoch_of_more_than_500_batches_is_several_rounds():
@@ -1146,11 +1147,9 @@ def test_training_equals_a_plain_loop():
 
 
 def test_progress_counts_tokens_and_renews_its_line_on_a_terminal_only():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-    for stream, name, live in (Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False):
-        out, clock = stream(), [10.0]
+    for terminal, name, live in (True, "xterm", True), (True, "dumb", False), (False, "xterm", False):
+        out, clock = io.StringIO(), [10.0]
+        out.isatty = lambda: terminal
         with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, TERM=name, COLUMNS="40"), \
                 swapped(time, "monotonic", lambda: clock[0]):
             progress = train.Progress("copy", 14)
@@ -1501,17 +1500,15 @@ def test_what_is_read_as_utf8_is_written_as_utf8_unless_a_terminal_or_the_user_d
     def main(argv=None):
         print("€")
         return 0
-
-    class Terminal(io.TextIOWrapper):
-        def isatty(self):
-            return True
-    for stream, variables, written in [(io.TextIOWrapper, {}, "€\n".encode()), (Terminal, {}, b"\\u20ac\n"),
-                                       (io.TextIOWrapper, {"PYTHONIOENCODING": "latin-1"}, b"\\u20ac\n")]:
-        with mock.patch.dict(os.environ, variables), swapped(sys, "stdout", stream(io.BytesIO(), encoding="latin-1")):
-            if not variables:
-                os.environ.pop("PYTHONIOENCODING", None)
+    for terminal, variables, written in [(False, {}, "€\n".encode()), (True, {}, b"\\u20ac\n"),
+                                         (False, {"PYTHONIOENCODING": "latin-1"}, b"\\u20ac\n")]:
+        out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+        out.isatty = lambda: terminal
+        with mock.patch.dict(os.environ), swapped(sys, "stdout", out):
+            os.environ.pop("PYTHONIOENCODING", None)
+            os.environ.update(variables)
             raises(SystemExit, "0", train.run, main)
-            assert sys.stdout.buffer.getvalue() == written
+        assert out.buffer.getvalue() == written
 
 
 def test_run_meets_every_kind_of_stream_and_error():
@@ -1520,19 +1517,18 @@ def test_run_meets_every_kind_of_stream_and_error():
             raise error
         return main
 
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError(32, "Broken pipe")
+    closed, broken = io.StringIO(), BrokenPipeError(32, "Broken pipe")
+    closed.write = mock.Mock(side_effect=broken)
     for error, status, message in [(OSError(28, "No space", "x.pt"), 2, "test_all.py: error: x.pt: No space\n"),
                                    (OSError(9, "Bad file descriptor"), 2,
                                     "test_all.py: error: stdin or stdout: Bad file descriptor\n"),
-                                   (BrokenPipeError(32, "Broken pipe"), 141, ""),
+                                   (broken, 141, ""),
                                    (KeyboardInterrupt("; goes on"), 130, "test_all.py: interrupted; goes on\n")]:
         found, _, err = call(failing(error))
         assert (found, err.lstrip("\n")) == (status, message)
     argv = f"--device cpu --task copy --steps 1 {SMALL}".split()
     with working_directory(), quick_copy(), contextlib.redirect_stderr(io.StringIO()) as err:
-        for stdout, status in (Closed(), "141"), (None, "0"):
+        for stdout, status in (closed, "141"), (None, "0"):
             with swapped(sys, "stdout", stdout):
                 raises(SystemExit, status, train.run, train.main, argv)
         assert err.getvalue() == ""
@@ -1602,9 +1598,7 @@ def test_translate_answers_a_terminal_line_by_line_and_takes_a_stdin_of_text_or_
 def test_translate_scores_a_model():
     with with_toys():
         def evaluated(line):
-            status, out, err = on_cpu(translate.main, f"--evaluate {line}")
-            assert status == 0, err
-            return out.splitlines()
+            return on_cpu(translate.main, f"--evaluate {line}")[1].splitlines()
         assert re.fullmatch(r"greedy exact match 100\.0%, loss 0\.00\d on 1,000 examples", *evaluated(""))
         lines = evaluated("--checkpoint checkpoints/sentiment.pt")
         assert re.fullmatch(r"accuracy 100\.0%, loss 0\.\d\d\d on 216 examples", lines[0])

@@ -212,8 +212,8 @@ class Task:
         """The task with .train and .valid, lists of examples: the toy's or, with --data, those of files."""
         train, valid = read_split(args, cls)
         texts, targets = zip(*train)
-        vocabs = make_vocab(texts), sorted(set(targets)) if cls.labelled else make_vocab(targets)
-        task = cls(dict(zip(cls.sides, vocabs)))
+        source, target = cls.sides
+        task = cls({source: make_vocab(texts), target: sorted(set(targets)) if cls.labelled else make_vocab(targets)})
         task.train = task.encode_pairs(train, args.data)
         task.valid = task.encode_pairs(valid, args.valid or args.data)
         for name, side in zip(cls.sides, zip(*task.valid)):
@@ -224,20 +224,39 @@ class Task:
         return task
 
     def batches_per_epoch(self, args):
-        return len(length_batches(self.train, args.batch_size, None, self.in_tokens))
+        return len(self.length_batches(self.train, args.batch_size))
 
     def batches(self, args, number):
         """The batches of a round: an epoch, or an equal part of it if it has more than 500 batches."""
         parts = math.ceil(self.batches_per_epoch(args) / 500)
         epoch, part = divmod(number, parts)
         rng = random.Random(mixed_seed(args.seed, epoch))
-        return map(self.batch, length_batches(self.train, args.batch_size, rng, self.in_tokens)[part::parts])
+        return map(self.batch, self.length_batches(self.train, args.batch_size, rng)[part::parts])
+
+    def length_batches(self, examples, size, rng=None):
+        """The examples in batches of similar length, so that little is padding; a list of lists.
+
+        A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With rng, a
+        random.Random, equally long examples and the batches are shuffled; the number of batches does not change.
+        """
+        def lengths(example):
+            return [len(side) for side in example if isinstance(side, list)]
+
+        order = examples if rng is None else rng.sample(examples, len(examples))
+        batches, longest = [], 0
+        for example in sorted(order, key=lengths):
+            longest = max(longest, *lengths(example))
+            if not batches or (len(batches[-1]) + 1) * (longest if self.in_tokens else 1) > size:
+                batches.append([])
+                longest = max(lengths(example))
+            batches[-1].append(example)
+        return batches if rng is None else rng.sample(batches, len(batches))
 
     def evaluate(self, model, device):
         """{"loss", "accuracy"}: means over all labels of the validation set."""
         loss = count = hits = 0
         with evaluating(model):
-            for examples in length_batches(self.valid, 2500 if self.in_tokens else 256, None, self.in_tokens):
+            for examples in self.length_batches(self.valid, 2500 if self.in_tokens else 256):
                 logits, labels = self.predict(model, [t.to(device) for t in self.batch(examples)])
                 loss += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
                 count += (labels != IGNORE).sum().item()
@@ -484,26 +503,6 @@ TASKS = {"sentiment": Sentiment, "copy": Copy, "translate": Translate}
 def model_sizes(args):
     return dict(d_model=args.d_model, num_heads=args.heads, num_layers=args.layers, d_ff=args.d_ff,
                 dropout=args.dropout, norm_first=args.norm == "pre")
-
-
-def length_batches(examples, size, rng=None, in_tokens=False):
-    """The examples in batches of similar length, so that little is padding; a list of lists.
-
-    A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With rng, a
-    random.Random, equally long examples and the batches are shuffled; the number of batches does not change.
-    """
-    def lengths(example):
-        return [len(side) for side in example if isinstance(side, list)]
-
-    order = examples if rng is None else rng.sample(examples, len(examples))
-    batches, longest = [], 0
-    for example in sorted(order, key=lengths):
-        longest = max(longest, *lengths(example))
-        if not batches or (len(batches[-1]) + 1) * (longest if in_tokens else 1) > size:
-            batches.append([])
-            longest = max(lengths(example))
-        batches[-1].append(example)
-    return batches if rng is None else rng.sample(batches, len(batches))
 
 
 # ---------------------------------------------------------------------------------------------------- text and files
