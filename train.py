@@ -898,13 +898,12 @@ def prepare(name, typed, argv):
     config = task.config(args)
     set_seed(args.seed)
     model = task.build(config)
-    if not typed.resume:
-        if saved and saved["vocab"] != task.vocab:
-            print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
-        return task, model, args, path, None, None
-    if (task.vocab, config) != (saved["vocab"], saved["config"]):
+    if typed.resume and (task.vocab, config) != (saved["vocab"], saved["config"]):
         raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or lengths differ")
-    return task, model, args, path, {key: saved[key] for key in CHECKPOINT}, saved["run"]
+    if saved and saved["vocab"] != task.vocab:
+        print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
+    best, state = ({key: saved[key] for key in CHECKPOINT}, saved["run"]) if typed.resume else (None, None)
+    return task, model, args, path, best, state
 
 
 def resume_command(name, path):
