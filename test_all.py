@@ -1468,8 +1468,8 @@ def test_devices():
         assert train.pick_device("cpu") == torch.device("cpu") and auto(False) == (torch.device("cpu"), "device: cpu\n")
         assert not started.called  # the CPU never touches CUDA
         for name in "nonsense", "cuda:99", "meta", "cpu:x":
-            raises(ValueError, f"--device {name} cannot be used here; try --device cpu (", train.pick_device, name)
-        raises(ValueError, "(no)", train.pick_device, "cuda:99")  # the first line alone
+            raises(ValueError, f"--device {name} cannot be used here; try --device cpu: ", train.pick_device, name)
+        raises(ValueError, r"RuntimeError('no\nGPU')", train.pick_device, "cuda:99")  # one line
     ranks = dict(TORCHELASTIC_RUN_ID="x", RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     with swapped(torch.cuda, "device_count", lambda: 2), swapped(torch, "zeros", lambda *size, device: torch.ones(())):
         assert auto(True) == (torch.device("cuda"), "device: cuda\n")
@@ -1644,9 +1644,8 @@ def test_wrong_arguments_of_translate_are_one_line():
         write("text.pt", "hello")
         write("short.pt", Path("checkpoints/copy.pt").read_bytes()[:5000])
         whole = saved("checkpoints/copy.pt")
-        part = {key: whole[key] for key in whole if key != "history"}
         for name, content in [("foreign", {"model": {"weight": torch.zeros(3)}}), ("code", nn.Linear(2, 2)),
-                              ("poem", dict(whole, task="poem")), ("config", dict(whole, config={})), ("part", part)]:
+                              ("poem", dict(whole, task="poem")), ("config", dict(whole, config={}))]:
             torch.save(content, f"{name}.pt")
         write("pairs.tsv", PAIRS)
         run_train("--task translate --data pairs.tsv --steps 1")
@@ -1661,8 +1660,7 @@ def test_wrong_arguments_of_translate_are_one_line():
                               ("--device nonsense 3", "try --device cpu"),
                               *((f"--checkpoint {name}.pt 3", f"{name}.pt: not a checkpoint that") for name in
                                 ("text", "short", "foreign", "code", "config")),
-                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown"),
-                              ("--checkpoint part.pt 3", "a key is missing")]:
+                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown")]:
             assert refused(translate.main, message, line) == ""
         refused(translate.main, "0 tokens", "", " ")
 

@@ -675,8 +675,6 @@ def read_split(args, task):
 
 # ------------------------------------------------------------------------------ checkpoints, device, ranks and seeds
 
-CHECKPOINT = {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}  # of a complete run
-
 
 def default_path(name):
     return Path("checkpoints") / f"{name}.pt"
@@ -709,16 +707,14 @@ def load_checkpoint(path, device):
     file = io.BytesIO(Path(path).read_bytes())  # an OSError here is not the content's fault
     try:
         checkpoint = torch.load(file, map_location=device, weights_only=True)
-        known = checkpoint["task"] in TASKS
-        if known and CHECKPOINT <= checkpoint.keys():
-            task = TASKS[checkpoint["task"]](checkpoint["vocab"])
-            model = task.build(checkpoint["config"])
-            model.load_state_dict(checkpoint["model"])
-            return task, model.to(device).eval(), checkpoint
-        reason = f"the task {checkpoint['task']!r} is unknown" if not known else "a key is missing"
-    except Exception:  # torch.load refuses in many ways
-        reason = "it cannot be read"
-    raise ValueError(f"{path}: not a checkpoint that this train.py wrote ({reason})")
+        if checkpoint["task"] not in TASKS:
+            raise ValueError(f"the task {checkpoint['task']!r} is unknown")
+        task = TASKS[checkpoint["task"]](checkpoint["vocab"])
+        model = task.build(checkpoint["config"])
+        model.load_state_dict(checkpoint["model"])
+    except Exception as error:  # torch.load refuses in many ways; repr is always one line
+        raise ValueError(f"{path}: not a checkpoint that this train.py wrote: {shorten(repr(error), 120)}") from None
+    return task, model.to(device).eval(), checkpoint
 
 
 def load_or_train(name, path, device):
@@ -747,8 +743,7 @@ def pick_device(name):
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except Exception as error:  # what torch raises here differs by device and version
-        reason = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 80)
-        raise ValueError(f"--device {name} cannot be used here; try --device cpu ({reason})") from None
+        raise ValueError(f"--device {name} cannot be used here; try --device cpu: {shorten(repr(error), 80)}") from None
     return device
 
 
@@ -902,8 +897,10 @@ def prepare(name, typed, argv):
         raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or lengths differ")
     if saved and saved["vocab"] != task.vocab:
         print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
-    best, state = ({key: saved[key] for key in CHECKPOINT}, saved["run"]) if typed.resume else (None, None)
-    return task, model, args, path, best, state
+    if not typed.resume:
+        return task, model, args, path, None, None
+    best = {key: value for key, value in saved.items() if key not in ("run", "options")}
+    return task, model, args, path, best, saved["run"]
 
 
 def resume_command(name, path):
