@@ -1322,8 +1322,8 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
             _, err = run_train(f"{options} --checkpoint first.pt", status=130)
         assert "interrupted in the first round; nothing of it is saved" in err
         for line, message in [("--d-model 32", "--d-model 32: the interrupted run has 16"),
-                              ("--fused", "--fused True: the interrupted run has none"),
-                              ("--steps 9", "--steps 9: the interrupted run has none"),
+                              ("--fused", "--fused True: the interrupted run has False"),
+                              ("--steps 9", "--steps 9: the interrupted run has None"),
                               ("--task sentiment", "nothing to resume: x.pt holds no sentiment run")]:
             refused(train.main, message, f"--task translate --checkpoint x.pt --resume {line}")
         write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)

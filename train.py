@@ -887,8 +887,7 @@ def prepare(name, typed, argv):
         raise ValueError(f"--epochs {typed.epochs}: this run counts steps ({args.steps}); use --steps alone")
     for key, value in saved_options(args).items() if typed.resume else ():
         if value != saved["options"][key]:
-            raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
-                             f"{saved['options'][key] or 'none'}; without --resume a new one begins")
+            raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has {saved['options'][key]}")
     task = TASKS[name].read(args)
     config = task.config(args)
     set_seed(args.seed)
