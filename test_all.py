@@ -884,19 +884,15 @@ def test_data_files_are_read_as_pairs():
 
 
 def test_bad_data_files_are_one_line_with_the_place():
-    for name, data, message in [("empty.tsv", "", "no line with text"), ("blank.tsv", " \n\t\n", "no line with text"),
-                                ("one.tsv", "a\tyes\nb\n", "line 2: 1 column, expected text<TAB>label"),
-                                ("three.tsv", "a\tb\tyes\n", "line 1: 3 columns, expected text<TAB>label"),
-                                ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "line 2: field larger than"),
-                                ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "not UTF-8 text, near line 1 (0xe9)"),
-                                ("packed.tsv", b"\x1f\x8b\x08\x00", "not UTF-8"),
+    for name, data, message in [("empty.tsv", "", "no line with text"), ("empty.csv", "", "no line with text"),
+                                ("one.tsv", "a\tyes\nb\n", "line 2: 1 column, expected 2: text<TAB>label"),
+                                ("wide.tsv", f"a\tyes\n{'x' * 1_000_001}\tno\n", "near line 2: field larger than"),
+                                ("latin.tsv", b"a\tb\ncaf\xe9\tyes\n", "near line 1: 'utf-8' codec can't decode"),
                                 ("no-header.csv", "good film,yes\n", "no column text or review or sentence"),
                                 ("no-label.csv", "text,stars\na,5\n", "no column label or sentiment; columns are"),
                                 ("long.csv", f"{'x' * 99},a\n", f"'{'x' * 39}…'"),
-                                ("short.csv", "text,label\na,yes\nb\n", "line 3: 1 column, expected 2 as in"),
-                                ("comma.csv", "text,label\ngood, but long,yes\n", "line 2: 3 columns"),
-                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "line 3: unexpected end"),
-                                ("none.csv", "", "no column")]:
+                                ("comma.csv", "text,label\na, b,yes\n", "line 2: 3 columns, expected 2: text,label"),
+                                ("open.csv", 'text,label\ngood,"yes\nbad,no\n', "near line 3: unexpected end")]:
         with working_directory():
             raises(ValueError, [name, message], train.read_pairs, write(name, data), train.Sentiment)
 
@@ -924,16 +920,18 @@ def test_the_only_examples_of_a_class_are_in_training():
     assert train.hold_out(pairs[:2], 0, labelled=True)[1] == []
 
 
-def test_labels_of_which_over_ten_and_over_half_the_lines_differ_are_refused():
+def test_one_label_or_over_ten_labels_on_over_half_the_lines_are_refused():
     with working_directory(), contextlib.redirect_stdout(io.StringIO()):
         args = argparse.Namespace(data="data.tsv", valid=None, seed=0)
-        for lines, labels, refused in (20, 10, False), (20, 11, True), (40, 20, False), (40, 21, True):
-            write("data.tsv", "".join(f"text {i}\tlabel {i % labels}\n" for i in range(lines)))
-            train.read_split(args, argparse.Namespace(columns=train.Sentiment.columns, labelled=False))
-            if refused:
-                raises(ValueError, f"{labels} different labels", train.read_split, args, train.Sentiment)
-            else:
-                train.read_split(args, train.Sentiment)
+        for lines, most in (12, 10), (40, 20):
+            for labels in 1, 2, most, most + 1:
+                write("data.tsv", "".join(f"text {i}\tlabel {i % labels}\n" for i in range(lines)))
+                train.read_split(args, argparse.Namespace(columns=train.Sentiment.columns, labelled=False))
+                if 2 <= labels <= most:
+                    train.read_split(args, train.Sentiment)
+                else:
+                    raises(ValueError, f"{labels} different labels in {lines} lines, expected 2 to {most};",
+                           train.read_split, args, train.Sentiment)
 
 
 def test_what_was_read_is_told_before_training():
@@ -943,14 +941,14 @@ def test_what_was_read_is_told_before_training():
         write("valid.tsv", "good film w1\tpos\nbad new words\tneg\n")
         out, err = run_train("--task sentiment --data data.tsv --valid valid.tsv --steps 1")
         assert out.split("\n")[:3] == [
-            "data.tsv: 43 lines for training; 2 for validation, in valid.tsv, 1 of them also in the training set",
+            "data.tsv: 43 lines for training; 2 of valid.tsv for validation, 1 of them also in the training set",
             "labels: pos 22, neg 20, Pos 1",
-            "words: 23 known, those that occur twice in training; 33.3% of the validation tokens are not"], out
+            "words: 23 tokens known, those that occur twice in training; 33.3% of the validation tokens are not"], out
         assert "data.tsv: 1 texts have more than 256 tokens; the rest of them is cut off\n" in err
         write("pairs.tsv", PAIRS + f"{'a ' * 129}\tx\n{'a ' * 128}\tA\nc\t\n")
         out, err = run_train("--task translate --data pairs.tsv --valid pairs.tsv --steps 1")
-        assert "pairs.tsv: 27 lines for training; 27 for validation, in pairs.tsv, 27 of them" in out
-        assert "source words: 10 known" in out and "target words: 10 known" in out
+        assert "pairs.tsv: 27 lines for training; 27 of pairs.tsv for validation, 27 of them" in out
+        assert "source: 10 tokens known" in out and "target: 10 tokens known" in out
         assert "1 pairs with more than 128 tokens on a side" in err and "1 lines with an empty column left out" in err
         assert saved("checkpoints/pairs.pt")["config"]["max_len"] == 129  # the longest and EOS
 
@@ -960,18 +958,17 @@ def test_what_was_read_is_told_before_training():
 
 def toy(name):
     """A toy task that is read, and its options."""
-    args = train.recipe_options(name)
+    args = train.with_defaults([], train.TASKS[name].recipe)
     return train.TASKS[name].read(args), args
 
 
 @contextlib.contextmanager
 def quick_copy():
     """Inside, copy has 20 held-out examples and rounds of 3 batches."""
-    def batches(task, args, number):
-        return itertools.islice(right(task, args, number), 3)
-    right = train.Copy.batches
-    with swapped(train.Copy, "toy_examples", lambda task: task.examples(random.Random(0), 20, held_out=True)), \
-            swapped(train.Copy, "batches", batches):
+    examples, batches = train.Copy.examples, train.Copy.batches
+    with swapped(train.Copy, "batches", lambda *args: itertools.islice(batches(*args), 3)), \
+            swapped(train.Copy, "examples", lambda task, rng, size, held_out:
+                    examples(task, rng, 20 if held_out else size, held_out)):
         yield
 
 
@@ -1043,15 +1040,16 @@ def test_length_batches_hold_each_example_once_and_little_padding():
     rng = random.Random(0)
     lengths = [rng.randint(1, 39) for _ in range(500)]
     examples = [([i] * n, [i] * (n + 1)) for i, n in enumerate(lengths)]
-    plain = train.length_batches(examples, 300, in_tokens=True)
-    mixed, again, other = (train.length_batches(examples, 300, random.Random(seed), True) for seed in (1, 1, 2))
+    counts_tokens, counts_examples = train.Translate({"": []}), train.Sentiment({"": []})
+    plain = counts_tokens.length_batches(examples, 300)
+    mixed, again, other = (counts_tokens.length_batches(examples, 300, random.Random(seed)) for seed in (1, 1, 2))
     assert len(plain) == len(mixed) and plain != mixed == again != other
     for batches in plain, mixed:
         assert sorted(example for batch in batches for example in batch) == sorted(examples)
         assert all(len(batch) * max(len(tgt) for _, tgt in batch) <= 300 for batch in batches)
         assert sum(len(batch) * max(len(src) for src, _ in batch) for batch in batches) < 1.1 * sum(lengths)
-    assert list(map(len, train.length_batches(examples, 64))) == [64] * 7 + [52]
-    assert list(map(len, train.length_batches([([1] * 9, 0)] * 3, 5, None, True))) == [1] * 3  # too long: alone
+    assert list(map(len, counts_examples.length_batches(examples, 64))) == [64] * 7 + [52]
+    assert list(map(len, counts_tokens.length_batches([([1] * 9, 0)] * 3, 5))) == [1] * 3  # too long: alone
 
 
 def test_an_epoch_of_more_than_500_batches_is_several_rounds():
@@ -1075,21 +1073,18 @@ def test_models_of_file_tasks():
     model = task.build(task.config(args))
     assert model.generator.weight is model.tgt_embed[0].embedding.weight  # one matrix (paper 3.4)
     assert task.score({"loss": 1.0, "accuracy": 0.0}) > task.score({"loss": 2.0, "accuracy": 1.0})
-    assert train.Task().score({"loss": 2.0, "accuracy": 0.9}) > train.Task().score({"loss": 1.0, "accuracy": 0.8})
-    raises(ValueError, "3 tokens; this model reads 1 to 2", task.model_ids, model, "a b c")
-    raises(ValueError, "0 tokens", task.model_ids, model, " ")
+    assert toy("copy")[0].score({"loss": 2.0, "accuracy": 0.9}) > toy("copy")[0].score({"loss": 1.0, "accuracy": 0.8})
     raises(ValueError, "x.tsv: every pair has more than 2 tokens", task.encode_pairs, [("abc", "d")], "x.tsv", 2)
 
 
-def test_samples_show_text_answer_and_label_and_go_round_the_validation_set():
+def test_a_sample_shows_text_answer_and_label_and_goes_round_the_validation_set():
     copy, sentiment = toy("copy")[0], toy("sentiment")[0]
     copy.valid = [(copy.encode(text), [BOS, *copy.encode("7 7")]) for text in ("1 2", "3", "4")]
     sentiment.valid = [(sentiment.encode("the film is good"), 1), (sentiment.encode("so dull"), 0)]
-    for task, shown, lines in [(copy, 1, ["3  ->  a 0.9 (7 7)"]), (sentiment, 1, ["so dull  ->  a 0.9 (negative)"]),
-                               (copy, 2, ["4  ->  a 0.9 (7 7)", "1 2  ->  a 0.9 (7 7)"])]:
-        with swapped(task, "answers", lambda model, rows: ["a\t0.9"] * len(rows)), swapped(task, "shown", shown):
-            assert task.samples(None, 1) == lines
-    assert (train.Copy.shown, train.Sentiment.shown, train.Translate.shown) == (1, 1, 3)
+    for task, number, line in [(copy, 1, "3  ->  a 0.9 (7 7)"), (copy, 3, "1 2  ->  a 0.9 (7 7)"),
+                               (sentiment, 1, "so dull  ->  a 0.9 (negative)")]:
+        with swapped(task, "answers", lambda model, rows: ["a\t0.9"]):
+            assert task.sample(None, number) == line
 
 
 # --- train.py: the loop
@@ -1150,11 +1145,9 @@ def test_training_equals_a_plain_loop():
 
 
 def test_progress_counts_tokens_and_renews_its_line_on_a_terminal_only():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-    for stream, name, live in (Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False):
-        out, clock = stream(), [10.0]
+    for terminal, name, live in (True, "xterm", True), (True, "dumb", False), (False, "xterm", False):
+        out, clock = io.StringIO(), [10.0]
+        out.isatty = lambda: terminal
         with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, TERM=name, COLUMNS="40"), \
                 swapped(time, "monotonic", lambda: clock[0]):
             progress = train.Progress("copy", 14)
@@ -1217,11 +1210,8 @@ def test_the_same_seed_gives_the_same_weights():
     first, again, other = (weights_after(f"--steps 2 --dropout 0.1 --seed {seed}") for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert len({train.mixed_seed(a, b) for a in range(20) for b in range(20)}) == 400
-    drawn = []
-    for seed in 1, 1, 2:
-        train.set_seed(seed)
-        drawn.append((random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1] and not set(drawn[0]) & set(drawn[2])
+    first, again, other = ((train.set_seed(seed), random.random(), torch.rand(1))[1:] for seed in (1, 1, 2))
+    assert first == again and first[0] != other[0] and first[1] != other[1]
 
 
 @slow
@@ -1330,9 +1320,8 @@ def test_resume_refuses_what_is_not_the_interrupted_run():
             _, err = run_train(f"{options} --checkpoint first.pt", status=130)
         assert "interrupted in the first round; nothing of it is saved" in err
         for line, message in [("--d-model 32", "--d-model 32: the interrupted run has 16"),
-                              ("--fused", "--fused True: the interrupted run has none"),
-                              ("--steps 9", "--steps 9: the interrupted run has none"),
-                              ("--checkpoint y.pt", "nothing to resume: y.pt holds no translate run"),
+                              ("--fused", "--fused True: the interrupted run has False"),
+                              ("--steps 9", "--steps 9: the interrupted run has None"),
                               ("--task sentiment", "nothing to resume: x.pt holds no sentiment run")]:
             refused(train.main, message, f"--task translate --checkpoint x.pt --resume {line}")
         write("pairs.tsv", PAIRS + "f g\tF G\nf g\tF G\n" * 9)
@@ -1359,16 +1348,15 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_weights():
 
 @slow
 def test_toys_take_one_thread_larger_models_and_the_users_word_more():
-    asked = []
-    before = torch.get_num_threads()
-    with working_directory(), swapped(train, "train", lambda *args: asked.append(torch.get_num_threads()) or 0):
+    asked, before = [], torch.get_num_threads()
+    with working_directory(), swapped(train, "train", lambda *args: asked.append(torch.get_num_threads()) or 0), \
+            mock.patch.dict(os.environ):
+        os.environ.pop("OMP_NUM_THREADS", None)
         torch.set_num_threads(2)
-        for environment, size in ({}, 64), ({}, 128), ({"OMP_NUM_THREADS": "2"}, 64):
-            with mock.patch.dict(os.environ, environment):
-                if not environment:
-                    os.environ.pop("OMP_NUM_THREADS", None)
-                run_train(f"--task copy --d-model {size}")
-                assert torch.get_num_threads() == 2
+        for size, environment in (64, {}), (128, {}), (64, {"OMP_NUM_THREADS": "2"}):
+            os.environ.update(environment)
+            run_train(f"--task copy --d-model {size}")
+            assert torch.get_num_threads() == 2
         torch.set_num_threads(before)
     assert asked == [1, 2, 2]
 
@@ -1422,8 +1410,8 @@ def test_each_data_file_has_a_checkpoint_of_its_own():
 
 def test_wrong_arguments_of_train_are_one_line_before_any_work():
     with working_directory() as directory:
-        for name, text in [("pairs.tsv", PAIRS), ("one-class.tsv", "a b\tyes\nc d\tyes\n"), ("one.tsv", "a b\tyes\n"),
-                           ("two.tsv", "a b\tyes\nc d\tno\ne f\tno\n" * 5), ("odd.tsv", f"a b\t{'maybe ' * 50}\n"),
+        for name, text in [("one.tsv", "a b\tyes\n"), ("two.tsv", "a b\tyes\nc d\tno\n"),
+                           ("odd.tsv", f"a b\t{'maybe ' * 50}\n"),
                            ("swapped.tsv", "".join(f"{'pn'[i % 2]}\treview {i}\n" for i in range(30)))]:
             write(name, text)
         before = sorted(directory.rglob("*"))
@@ -1436,29 +1424,27 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
                 ("--task sentiment --steps 3 --epochs 3", "use --steps alone"), ("--task translate", "needs --data"),
                 ("--task sentiment --valid two.tsv", "--valid needs --data"), ("--task copy --data=", "is empty"),
                 ("--task sentiment --data nowhere.tsv", "nowhere.tsv: No such file"),
-                ("--task translate --data ..", "..: Is a directory"),
-                ("--task sentiment --data one-class.tsv", "all training lines have the label 'yes'"),
-                ("--task sentiment --data one.tsv", "too few different texts"),
-                ("--task translate --data one.tsv", "too few different texts"),
-                ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines; a line is text<TAB>label"),
+                ("--task sentiment --data two.tsv", "too few different texts"),  # nothing to hold out
+                ("--task translate --data one.tsv", "too few different texts"),  # nothing to train on
+                ("--task sentiment --data swapped.tsv", "30 different labels in 30 lines, expected 2 to 15; are"),
                 ("--task sentiment --data two.tsv --valid odd.tsv", "label 'maybe maybe maybe maybe maybe maybe may…'"),
                 ("--task copy --d-model 31", "d_model (31) must be a positive multiple of num_heads (2)"),
-                ("--task copy --d-model 99999998", "a model of these sizes cannot be built"),
-                ("--steps 0", "of at least 1"), ("--steps 1.5", "whole number"), ("--batch-size -1", "of at least 1"),
-                ("--steps 9999999999", "and below"), ("--lr nan", "number"), ("--lr 0", "number"),
-                ("--lr inf", "number"), ("--lr 10", "below 10"), ("--dropout 1", "below 1"), ("--dropout x", "number"),
+                ("--task copy --d-model 99999998", "can't allocate memory"),
+                *((f"--{option} 0", "of at least 1") for option in
+                  ("epochs", "steps", "batch-size", "layers", "d-model", "heads", "d-ff")),
+                ("--steps 1.5", "whole number"), ("--steps 9999999999", "and below"), ("--lr nan", "number"),
+                ("--lr 0", "number"), ("--lr 10", "below 10"), ("--dropout 1", "below 1"), ("--dropout x", "number"),
                 ("--warmup -1", "of at least 0"), ("--seed -1", "of at least 0"), (f"--seed {2 ** 63}", "below"),
-                ("--layers 0", "of at least 1"), ("--heads 0", "of at least 1"), ("--norm mid", "invalid choice")]:
+                ("--norm mid", "invalid choice")]:
             refused(train.main, message, line)
         assert [path for path in sorted(directory.rglob("*")) if path.name != "checkpoints"] == before
 
 
 def test_what_is_typed_counts_before_the_recipe():
-    def options(line, defaults=train.Sentiment.recipe):
-        return train.with_defaults(line.split(), defaults)
-    assert options("").seed == 42 and options(f"--seed {2 ** 63 - 1}").seed == 2 ** 63 - 1
-    typed = options("--seed 0 --dropout 0 --warmup 0 --steps 7")
-    assert (typed.seed, typed.dropout, typed.warmup, typed.steps, typed.lr) == (0, 0, 0, 7, 6e-3)
+    assert train.with_defaults([], train.Sentiment.recipe).seed == 42
+    line = f"--seed {2 ** 63 - 1} --dropout 0 --warmup 0 --steps 7"
+    typed = train.with_defaults(line.split(), train.Sentiment.data_recipe)
+    assert (typed.seed, typed.dropout, typed.warmup, typed.steps, typed.lr) == (2 ** 63 - 1, 0, 0, 7, 1e-3)
 
 
 def test_recipes_are_those_that_the_readme_measured():
@@ -1480,17 +1466,17 @@ def test_devices():
         assert train.pick_device("cpu") == torch.device("cpu") and auto(False) == (torch.device("cpu"), "device: cpu\n")
         assert not started.called  # the CPU never touches CUDA
         for name in "nonsense", "cuda:99", "meta", "cpu:x":
-            raises(ValueError, f"--device {name} cannot be used here; try --device cpu (", train.pick_device, name)
-        raises(ValueError, "(no)", train.pick_device, "cuda:99")  # the first line alone
+            raises(ValueError, f"--device {name} cannot be used here; try --device cpu: ", train.pick_device, name)
+        raises(ValueError, r"RuntimeError('no\nGPU')", train.pick_device, "cuda:99")  # one line
     ranks = dict(TORCHELASTIC_RUN_ID="x", RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     with swapped(torch.cuda, "device_count", lambda: 2), swapped(torch, "zeros", lambda *size, device: torch.ones(())):
         assert auto(True) == (torch.device("cuda"), "device: cuda\n")
         with mock.patch.dict(os.environ, ranks):
             assert train.pick_device("cuda") == torch.device("cuda:1")
             assert train.pick_device("cpu") == torch.device("cpu")
-            raises(ValueError, "needs a GPU of its own, of 2", train.pick_device, "cuda:0")
+            raises(ValueError, "2 processes need a GPU each, of 2; try cuda or cpu", train.pick_device, "cuda:0")
             os.environ["LOCAL_WORLD_SIZE"] = "3"
-            raises(ValueError, "each of the 3 processes here needs a GPU of its own", train.pick_device, "cuda")
+            raises(ValueError, "3 processes need", train.pick_device, "cuda")
     with mock.patch.dict(os.environ, RANK="1", WORLD_SIZE="abc"):
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         assert train.rank_and_ranks() == (0, 1)  # without torchrun RANK means nothing
@@ -1512,17 +1498,15 @@ def test_what_is_read_as_utf8_is_written_as_utf8_unless_a_terminal_or_the_user_d
     def main(argv=None):
         print("€")
         return 0
-
-    class Terminal(io.TextIOWrapper):
-        def isatty(self):
-            return True
-    for stream, variables, written in [(io.TextIOWrapper, {}, "€\n".encode()), (Terminal, {}, b"\\u20ac\n"),
-                                       (io.TextIOWrapper, {"PYTHONIOENCODING": "latin-1"}, b"\\u20ac\n")]:
-        with mock.patch.dict(os.environ, variables), swapped(sys, "stdout", stream(io.BytesIO(), encoding="latin-1")):
-            if not variables:
-                os.environ.pop("PYTHONIOENCODING", None)
+    for terminal, variables, written in [(False, {}, "€\n".encode()), (True, {}, b"\\u20ac\n"),
+                                         (False, {"PYTHONIOENCODING": "latin-1"}, b"\\u20ac\n")]:
+        out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+        out.isatty = lambda: terminal
+        with mock.patch.dict(os.environ), swapped(sys, "stdout", out):
+            os.environ.pop("PYTHONIOENCODING", None)
+            os.environ.update(variables)
             raises(SystemExit, "0", train.run, main)
-            assert sys.stdout.buffer.getvalue() == written
+        assert out.buffer.getvalue() == written
 
 
 def test_run_meets_every_kind_of_stream_and_error():
@@ -1531,19 +1515,18 @@ def test_run_meets_every_kind_of_stream_and_error():
             raise error
         return main
 
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError(32, "Broken pipe")
+    closed, broken = io.StringIO(), BrokenPipeError(32, "Broken pipe")
+    closed.write = mock.Mock(side_effect=broken)
     for error, status, message in [(OSError(28, "No space", "x.pt"), 2, "test_all.py: error: x.pt: No space\n"),
                                    (OSError(9, "Bad file descriptor"), 2,
                                     "test_all.py: error: stdin or stdout: Bad file descriptor\n"),
-                                   (BrokenPipeError(32, "Broken pipe"), 141, ""),
+                                   (broken, 141, ""),
                                    (KeyboardInterrupt("; goes on"), 130, "test_all.py: interrupted; goes on\n")]:
         found, _, err = call(failing(error))
         assert (found, err.lstrip("\n")) == (status, message)
     argv = f"--device cpu --task copy --steps 1 {SMALL}".split()
     with working_directory(), quick_copy(), contextlib.redirect_stderr(io.StringIO()) as err:
-        for stdout, status in (Closed(), "141"), (None, "0"):
+        for stdout, status in (closed, "141"), (None, "0"):
             with swapped(sys, "stdout", stdout):
                 raises(SystemExit, status, train.run, train.main, argv)
         assert err.getvalue() == ""
@@ -1561,7 +1544,6 @@ def test_translate_answers_its_arguments():
         sentiment = "--checkpoint checkpoints/sentiment.pt"
         for line, answer, message in [
                 ("3 1 4 1 5", "3 1 4 1 5", ""), (f"{sentiment} the film was never dull", "positive\t(0.9..|1.000)", ""),
-                (f"{sentiment} the film was not very dull", r"positive\t[01]\.\d\d\d", ""),
                 (f"{sentiment} the film was not very bad at all", r"positive\t[01]\.\d\d\d",
                  "8 tokens; this model reads the first 6\n"),
                 (f"{sentiment} I really loved it", r"(posi|nega)tive\t[01]\.\d\d\d",
@@ -1576,9 +1558,11 @@ def test_translate_answers_its_arguments():
 @slow
 def test_translate_answers_each_line_in_order_and_names_the_bad_ones():
     lines = ["10 9 8", "", "1 2 x", "7", "1 2 3 4 5 6 7 8 9 10 1", "  2   2 ", "\ufeff4 4\r", "1 " * 500_001]
+    more = [" ".join(str(1 + (i * j) % 10) for j in range(1, 2 + i % 10)) for i in range(120)]  # over a batch
+    stdin = "\n".join([*lines, "\udcff", *more]).encode(errors="surrogateescape")  # a byte that is not UTF-8
     with with_toys():
-        status, out, err = on_cpu(translate.main, "", stdin="\n".join(lines).encode() + b"\n\xff\n6")
-        assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "", "6", ""]
+        status, out, err = on_cpu(translate.main, "", stdin=stdin)
+        assert out.split("\n") == ["10 9 8", "", "", "7", "", "2 2", "4 4", "", "", *more, ""]
         assert status == 2 and re.findall(r"^translate.py: line (\d+): ", err, flags=re.M) == ["3", "5", "8", "9"]
         assert "1,000,003 characters" in err  # with its end
         texts = b"the film was good\n\nso dull today\nthe film was never ever bad at all\n"
@@ -1609,23 +1593,10 @@ def test_translate_answers_a_terminal_line_by_line_and_takes_a_stdin_of_text_or_
 
 
 @slow
-def test_translate_gives_a_file_the_same_answers_in_any_block():
-    lines = [" ".join(str(1 + (i * j) % 10) for j in range(1, 2 + i % 10)) for i in range(120)]
-    with with_toys():
-        task, model, _ = train.load_or_train("copy", None, "cpu")
-        rows = [task.model_ids(model, line) for line in lines]
-        for beams in 1, 2:
-            assert translate.answer(task, model, rows, beams) == lines  # more than one batch
-        assert [translate.answer(task, model, [row], 1)[0] for row in rows[:20]] == lines[:20]
-
-
-@slow
 def test_translate_scores_a_model():
     with with_toys():
         def evaluated(line):
-            status, out, err = on_cpu(translate.main, f"--evaluate {line}")
-            assert status == 0, err
-            return out.splitlines()
+            return on_cpu(translate.main, f"--evaluate {line}")[1].splitlines()
         assert re.fullmatch(r"greedy exact match 100\.0%, loss 0\.00\d on 1,000 examples", *evaluated(""))
         lines = evaluated("--checkpoint checkpoints/sentiment.pt")
         assert re.fullmatch(r"accuracy 100\.0%, loss 0\.\d\d\d on 216 examples", lines[0])
@@ -1669,13 +1640,11 @@ def test_translate_trains_a_missing_default_checkpoint_first_and_says_so():
 def test_wrong_arguments_of_translate_are_one_line():
     with with_toys():
         write("text.pt", "hello")
-        whole = Path("checkpoints/copy.pt").read_bytes()
-        write("short.pt", whole[:5000])
-        torch.save({"model": {"weight": torch.zeros(3)}}, "foreign.pt")
-        torch.save(torch.nn.Linear(2, 2), "code.pt")
-        torch.save({**saved("checkpoints/copy.pt"), "task": "poem"}, "poem.pt")
-        torch.save({**saved("checkpoints/copy.pt"), "config": {}}, "config.pt")
-        torch.save({k: v for k, v in saved("checkpoints/copy.pt").items() if k != "history"}, "part.pt")
+        write("short.pt", Path("checkpoints/copy.pt").read_bytes()[:5000])
+        whole = saved("checkpoints/copy.pt")
+        for name, content in [("foreign", {"model": {"weight": torch.zeros(3)}}), ("code", nn.Linear(2, 2)),
+                              ("poem", dict(whole, task="poem")), ("config", dict(whole, config={}))]:
+            torch.save(content, f"{name}.pt")
         write("pairs.tsv", PAIRS)
         run_train("--task translate --data pairs.tsv --steps 1")
         for line, message in [("3 11", "'11' is not a symbol; the symbols are 1 2 3 4 5 6 7 8 9 10"),
@@ -1689,8 +1658,7 @@ def test_wrong_arguments_of_translate_are_one_line():
                               ("--device nonsense 3", "try --device cpu"),
                               *((f"--checkpoint {name}.pt 3", f"{name}.pt: not a checkpoint that") for name in
                                 ("text", "short", "foreign", "code", "config")),
-                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown"),
-                              ("--checkpoint part.pt 3", "a key is missing")]:
+                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown")]:
             assert refused(translate.main, message, line) == ""
         refused(translate.main, "0 tokens", "", " ")
 
@@ -2034,7 +2002,7 @@ def test_visualize_says_what_is_wrong_before_any_work():
                 (f"{copy} --source=", "0 tokens"), (f"{copy} --text good", "give it a --source"),
                 (f"{copy} --text 1 --source 1", "a --source alone"), (f"{sentiment} --source 1", "give it a --text")]:
             complain(argv, message)
-        with swapped(visualize, "load_or_train", lambda *args: (train.Task(), small_classifier(), {"task": "x"})):
+        with swapped(visualize, "load_or_train", lambda *args: (train.Task({"a": []}), small_classifier(), {})):
             complain(copy, "does not know a Task task with a TransformerClassifier")
         assert not Path("figures").exists()
 

@@ -99,10 +99,10 @@ def train(task, model, args, device, path, best=None, state=None):
         unfinished = dict(run=run.state_dict(), options=saved_options(args)) if run.step < steps else {}
         save_checkpoint(path, dict(best, history=run.history, **unfinished))
         progress.end(f"validation loss {metrics['loss']:.3f}  {task.metric} {metrics['accuracy']:.1%}")
-        print(*(f"    {line}" for line in task.samples(model, number)), sep="\n", flush=True)
+        print(f"    {task.sample(model, number)}", flush=True)
     print(f"{args.task}: {task.metric} {best['metrics']['accuracy']:.1%} on the validation set at step "
-          f"{best['step']:,}; saved to {path}\n"
-          f"ask it: python translate.py --checkpoint {shlex.quote(str(path))} {task.question}\n")
+          f"{best['step']:,}; saved to {path}\nask it: python translate.py --checkpoint {shlex.quote(str(path))} "
+          f"{'a text of yours' if args.data else task.question}\n")
     return 0
 
 
@@ -148,7 +148,7 @@ def warm_up_and_decay(steps, warmup):
 
 
 class Progress:
-    """Loss and speed of one round: a line that renews itself on a terminal; elsewhere only the one that end() prints."""
+    """Loss and speed of one round: a line that renews itself on a terminal; elsewhere only the one of end()."""
 
     def __init__(self, name, steps):
         self.name, self.steps, self.started, self.renewed = name, steps, time.monotonic(), 0.0
@@ -184,10 +184,9 @@ class Task:
     expected; a batch is a tuple of tensors, ids as (batch, len). Besides what is defined below a task has
 
         columns                 names that the two columns of its data file may have; None: it has no file
+        sides                   the keys of vocab: what is read, what is answered
         recipe, data_recipe     default hyperparameters without and with --data; None: not possible
-        metric, question        the name of its accuracy; an example of what to ask the model
-        __init__(vocab)         vocab: {name: list of strings}, kept and saved; .vocabulary is the input's Vocab
-        read(args)              class method: the task with .train and .valid, lists of examples
+        metric, question        the name of its accuracy; an example of what to ask its toy
         config(args)            the arguments of build(config), which makes the model; saved beside its weights
         encode(text)            the input ids of a text; a model takes most_tokens(model) of them
         encode_pairs(pairs, path, most), batch(examples)    what read_pairs gives as examples; examples as a batch
@@ -197,27 +196,67 @@ class Task:
     A task whose examples are random inherits from Copy: it needs symbols, most, draw and a recipe of its own.
     """
 
+    columns = recipe = data_recipe = None
     label_smoothing = 0.0
-    labelled = False   # the second column is a label, not a text
+    labelled = False   # the second column is a label, not a text, and a text that is too long may be cut off
     in_tokens = False  # --batch-size counts tokens, not examples
-    cuts_off = False   # truncate texts that are too long; otherwise they are an error
-    shown = 1          # examples to show after a round
+
+    def __init__(self, vocab):
+        """vocab: {name: list of strings}, saved beside the weights; the first is the input's, the last the output's."""
+        self.vocab = vocab
+        vocabs = [Vocab(tokens) for tokens in vocab.values()]
+        self.source, self.target = vocabs[0], vocabs[-1]
+
+    @classmethod
+    def read(cls, args):
+        """The task with .train and .valid, lists of examples: the toy's or, with --data, those of files."""
+        train, valid = read_split(args, cls)
+        texts, targets = zip(*train)
+        source, target = cls.sides
+        task = cls({source: make_vocab(texts), target: sorted(set(targets)) if cls.labelled else make_vocab(targets)})
+        task.train = task.encode_pairs(train, args.data)
+        task.valid = task.encode_pairs(valid, args.valid or args.data)
+        for name, side in zip(cls.sides, zip(*task.valid)):
+            if args.data and isinstance(side[0], list):  # not labels
+                unknown, tokens = map(sum, zip(*map(count_unknown, side)))
+                print(f"{name}: {len(task.vocab[name]) - len(SPECIAL):,} tokens known, those that occur twice in "
+                      f"training; {unknown / tokens:.1%} of the validation tokens are not")
+        return task
 
     def batches_per_epoch(self, args):
-        return len(length_batches(self.train, args.batch_size, None, self.in_tokens))
+        return len(self.length_batches(self.train, args.batch_size))
 
     def batches(self, args, number):
         """The batches of a round: an epoch, or an equal part of it if it has more than 500 batches."""
         parts = math.ceil(self.batches_per_epoch(args) / 500)
         epoch, part = divmod(number, parts)
         rng = random.Random(mixed_seed(args.seed, epoch))
-        return map(self.batch, length_batches(self.train, args.batch_size, rng, self.in_tokens)[part::parts])
+        return map(self.batch, self.length_batches(self.train, args.batch_size, rng)[part::parts])
+
+    def length_batches(self, examples, size, rng=None):
+        """The examples in batches of similar length, so that little is padding; a list of lists.
+
+        A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With rng, a
+        random.Random, equally long examples and the batches are shuffled; the number of batches does not change.
+        """
+        def lengths(example):
+            return [len(side) for side in example if isinstance(side, list)]
+
+        order = examples if rng is None else rng.sample(examples, len(examples))
+        batches, longest = [], 0
+        for example in sorted(order, key=lengths):
+            longest = max(longest, *lengths(example))
+            if not batches or (len(batches[-1]) + 1) * (longest if self.in_tokens else 1) > size:
+                batches.append([])
+                longest = max(lengths(example))
+            batches[-1].append(example)
+        return batches if rng is None else rng.sample(batches, len(batches))
 
     def evaluate(self, model, device):
         """{"loss", "accuracy"}: means over all labels of the validation set."""
         loss = count = hits = 0
         with evaluating(model):
-            for examples in length_batches(self.valid, 2500 if self.in_tokens else 256, None, self.in_tokens):
+            for examples in self.length_batches(self.valid, 2500 if self.in_tokens else 256):
                 logits, labels = self.predict(model, [t.to(device) for t in self.batch(examples)])
                 loss += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
                 count += (labels != IGNORE).sum().item()
@@ -228,77 +267,57 @@ class Task:
         """A tuple; the weights with the largest are kept."""
         return metrics["accuracy"], -metrics["loss"]
 
-    def samples(self, model, number):
-        """A few lines: text  ->  the model's answer, a space for its tab (what is expected)."""
-        chosen = [self.valid[(number * self.shown + i) % len(self.valid)] for i in range(self.shown)]
-        answers = self.answers(model, [example[0] for example in chosen])
-        return [f"{join_tokens(self.vocabulary.decode(example[0]))}  ->  {answer.expandtabs(1)} ({self.expected(example)})"
-                for example, answer in zip(chosen, answers)]
+    def sample(self, model, number):
+        """A line: text  ->  the model's answer, a space for its tab (what is expected)."""
+        example = self.valid[number % len(self.valid)]
+        answer, = self.answers(model, [example[0]])
+        text = join_tokens(self.source.decode(example[0]))
+        return f"{text}  ->  {answer.expandtabs(1)} ({self.expected(example)})"
 
     def toy_examples(self):
-        """Held-out examples that need no file; None for a model that was trained on one."""
-        return None
+        """The toy's held-out examples; None for a model that was trained on a file."""
+        toy = self.read(make_parser().parse_args([])) if self.recipe else None
+        return toy.valid if toy and toy.vocab == self.vocab else None
 
     def model_ids(self, model, text, report_cut=None):
-        """The ids of a text for this model. ValueError if there is no token or, unless cuts_off, there are too many."""
+        """The ids of a text for this model. ValueError if there is no token or, unless labelled, there are too many."""
         ids, most = self.encode(text), self.most_tokens(model)
         count = count_unknown(ids)[1]
-        if count == 0 or count > most and not self.cuts_off:
+        if count == 0 or count > most and not self.labelled:
             raise ValueError(f"{count:,} tokens; this model reads 1 to {most}")
         if count > most:
             (report_cut or print_notice)(f"{count:,} tokens; this model reads the first {most}")
-        return ids[:most] if self.cuts_off else ids
+        return ids[:most] if self.labelled else ids
 
 
 class Sentiment(Task):
     """Film remarks are positive or negative (article 1, 4.6), other texts of any other classes."""
 
     columns = ("text", "review", "sentence"), ("label", "sentiment")
+    sides = "words", "labels"
     metric = "accuracy"
     question = "the film was never dull"
     recipe = dict(epochs=6, steps=None, batch_size=40, lr=6e-3, warmup=50, dropout=0.0, layers=2, d_model=32, heads=4,
                   d_ff=64, norm="post")
     data_recipe = dict(recipe, epochs=8, batch_size=64, lr=1e-3, warmup=100, dropout=0.5, d_model=128, d_ff=128,
                        norm="pre")
-    labelled = cuts_off = True
-
-    def __init__(self, vocab):
-        self.vocab = vocab
-        self.vocabulary = Vocab(vocab["words"])
-        self.labels = vocab["labels"]
-
-    @classmethod
-    def read(cls, args):
-        train, valid = read_split(args, cls) if args.data else toy_remarks()
-        counts = Counter(label for _, label in train)
-        if len(counts) < 2:
-            raise ValueError(f"{args.data}: all training lines have the label {shorten(train[0][1])!r}; two are needed")
-        task = cls({"words": make_vocab(tokens for tokens, _ in train), "labels": sorted(counts)})
-        task.train = task.encode_pairs(train, args.data)
-        task.valid = task.encode_pairs(valid, args.valid or args.data)
-        if args.data:
-            labels = ", ".join(f"{shorten(label)} {count:,}" for label, count in counts.most_common(10))
-            print(f"labels: {labels}{f', {len(counts) - 10:,} more' if len(counts) > 10 else ''}")
-            print(vocabulary_line("words", task.vocabulary, [ids for ids, _ in task.valid]))
-            task.question = '"a text of yours"'
-        return task
+    labelled = True
 
     def encode(self, text):
-        return self.vocabulary.encode(tokenize(text))
+        return self.source.encode(tokenize(text))
 
     def encode_pairs(self, pairs, path, most=256):
-        numbers = {label: i for i, label in enumerate(self.labels)}
         for _, label in pairs:
-            if label not in numbers:
+            if label not in self.target.ids:
                 raise ValueError(f"{path}: the label {shorten(label)!r} does not occur in the training set")
         too_long = sum(len(tokens) > most for tokens, _ in pairs)
         if too_long:
             print_notice(f"{path}: {too_long:,} texts have more than {most} tokens; the rest of them is cut off")
-        return [(self.vocabulary.encode(tokens[:most]), numbers[label]) for tokens, label in pairs]
+        return [(self.source.encode(tokens[:most]), self.target.ids[label]) for tokens, label in pairs]
 
     def config(self, args):
         longest = max(len(ids) for ids, _ in self.train + self.valid)
-        return dict(vocab_size=len(self.vocabulary), num_classes=len(self.labels), max_len=longest, **model_sizes(args))
+        return dict(vocab_size=len(self.source), num_classes=len(self.target), max_len=longest, **model_sizes(args))
 
     def build(self, config):
         return TransformerClassifier(**config)
@@ -320,14 +339,10 @@ class Sentiment(Task):
         tokens = pad(rows).to(next(model.parameters()).device)
         with evaluating(model):
             probability, label = model(tokens, make_padding_mask(tokens))[0].softmax(dim=-1).max(dim=-1)
-        return [f"{self.labels[i]}\t{p:.3f}" for i, p in zip(label.tolist(), probability.tolist())]
+        return [f"{self.target.tokens[i]}\t{p:.3f}" for i, p in zip(label.tolist(), probability.tolist())]
 
     def expected(self, example):
-        return self.labels[example[1]]
-
-    def toy_examples(self):
-        toy = Sentiment.read(recipe_options("sentiment"))
-        return toy.valid if toy.vocab == self.vocab else None
+        return self.target.tokens[example[1]]
 
 
 def toy_remarks():
@@ -388,24 +403,17 @@ class Copy(Seq2Seq):
     needs a recipe of its own: this learning rate is too high for most other work.
     """
 
-    columns = None
     metric = "greedy exact match"
     question = "3 1 4 1 5"
     recipe = dict(epochs=None, steps=250, batch_size=64, lr=8e-3, warmup=20, dropout=0.0, layers=1, d_model=64,
                   heads=2, d_ff=64, norm="pre")
-    data_recipe = None
     symbols = [str(i) for i in range(1, 11)]
-    most = 10        # symbols in a source, and in a target
-    repeated = 0.3   # of the symbols
-
-    def __init__(self, vocab):
-        self.vocab = vocab
-        self.vocabulary = self.source = self.target = Vocab(vocab["symbols"])
+    most = 10  # symbols in a source, and in a target
 
     @classmethod
     def read(cls, args):
         task = cls({"symbols": [*SPECIAL, *cls.symbols]})
-        task.valid = task.toy_examples()
+        task.valid = task.examples(random.Random(0), 1000, held_out=True)
         return task
 
     def draw(self, rng):
@@ -415,7 +423,7 @@ class Copy(Seq2Seq):
         length = max(rng.randint(1, self.most), rng.randint(1, self.most))
         symbols = rng.choices(self.symbols, k=length)
         for i in range(1, length):
-            if rng.random() < self.repeated:
+            if rng.random() < 0.3:
                 symbols[i] = symbols[i - 1]
         return " ".join(symbols), " ".join(symbols)
 
@@ -429,9 +437,6 @@ class Copy(Seq2Seq):
             if len(examples) == size:
                 return examples
         raise ValueError(f"{type(self).__name__}.draw gives too few different sources to hold a tenth of them out")
-
-    def toy_examples(self):
-        return self.examples(random.Random(0), 1000, held_out=True)
 
     def batches(self, args, number):
         rng = random.Random(mixed_seed(args.seed, number))
@@ -459,30 +464,12 @@ class Translate(Seq2Seq):
     """Sentences in one language to sentences in another."""
 
     columns = ("source",), ("target",)
+    sides = "source", "target"
     metric = "teacher-forced accuracy"
-    question = '"a sentence of yours"'
-    recipe = None
     data_recipe = dict(epochs=15, steps=None, batch_size=1500, lr=3e-3, warmup=200, dropout=0.15, layers=3,
                        d_model=128, heads=4, d_ff=256, norm="pre")
     label_smoothing = 0.1
     in_tokens = True
-    shown = 3
-
-    def __init__(self, vocab):
-        self.vocab = vocab
-        self.vocabulary = self.source = Vocab(vocab["source"])
-        self.target = Vocab(vocab["target"])
-
-    @classmethod
-    def read(cls, args):
-        train, valid = read_split(args, cls)
-        task = cls({"source": make_vocab(source for source, _ in train),
-                    "target": make_vocab(target for _, target in train)})
-        task.train = task.encode_pairs(train, args.data)
-        task.valid = task.encode_pairs(valid, args.valid or args.data)
-        print(vocabulary_line("source words", task.source, [src for src, _ in task.valid]))
-        print(vocabulary_line("target words", task.target, [tgt for _, tgt in task.valid]))
-        return task
 
     def encode(self, text):
         return self.source.encode(tokenize(text)) + [EOS]
@@ -516,26 +503,6 @@ TASKS = {"sentiment": Sentiment, "copy": Copy, "translate": Translate}
 def model_sizes(args):
     return dict(d_model=args.d_model, num_heads=args.heads, num_layers=args.layers, d_ff=args.d_ff,
                 dropout=args.dropout, norm_first=args.norm == "pre")
-
-
-def length_batches(examples, size, rng=None, in_tokens=False):
-    """The examples in batches of similar length, so that little is padding; a list of lists.
-
-    A batch has up to size examples or, in_tokens, up to size tokens of a side with its padding. With rng, a
-    random.Random, equally long examples and the batches are shuffled; the number of batches does not change.
-    """
-    def lengths(example):
-        return [len(side) for side in example if isinstance(side, list)]
-
-    order = examples if rng is None else rng.sample(examples, len(examples))
-    batches, longest = [], 0
-    for example in sorted(order, key=lengths):
-        longest = max(longest, *lengths(example))
-        if not batches or (len(batches[-1]) + 1) * (longest if in_tokens else 1) > size:
-            batches.append([])
-            longest = max(lengths(example))
-        batches[-1].append(example)
-    return batches if rng is None else rng.sample(batches, len(batches))
 
 
 # ---------------------------------------------------------------------------------------------------- text and files
@@ -629,34 +596,34 @@ def read_rows(path, **dialect):
                     print_notice(f"{path}: {count:,} lines read")
                 if any(cell.strip() for cell in row):
                     yield reader.line_num, row
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text, near line {reader.line_num + 1} "
-                             f"(0x{error.object[error.start]:02x})") from None
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+        except (UnicodeDecodeError, csv.Error) as error:  # bytes are decoded some lines ahead
+            raise ValueError(f"{path}, near line {reader.line_num or 1}: {error}") from None
 
 
 def read_pairs(path, task):
-    """The lines of a task's data file as (tokens, tokens), or (tokens, label); those with an empty side are left out. A
-    .csv has a header that names the two columns, a .tsv has two columns or such a header. A ValueError names the line."""
+    """The lines of a task's data file as (tokens, tokens), or (tokens, label); those with an empty side are left out.
+    A .csv has a header that names the two columns, a .tsv has two columns or such a header."""
     if task.columns is None:
         raise ValueError(f"{path}: {type(task).__name__} draws its examples and reads no file")
     is_csv = str(path).lower().endswith(".csv")
-    rows = read_rows(path) if is_csv else read_rows(path, delimiter="\t", quoting=csv.QUOTE_NONE)
-    line, first = next(rows, (1, ["", ""]))
-    header = [name.strip().lower() for name in first]
+    sign, dialect = (",", {}) if is_csv else ("<TAB>", dict(delimiter="\t", quoting=csv.QUOTE_NONE))
+    rows = read_rows(path, **dialect)
+    expected = [names[0] for names in task.columns]
+    line, first = next(rows, (1, expected))
+    header = [cell.strip().lower() for cell in first]
     where = [next((header.index(name) for name in names if name in header), None) for names in task.columns]
-    if None in where and is_csv:
+    if None not in where:
+        expected = header
+    elif is_csv:
         raise ValueError(f"{path}: the first line names no column {' or '.join(task.columns[where.index(None)])}; "
                          f"columns are separated by commas, and it reads: {shorten(','.join(header))!r}")
-    width, expected = len(first), f"{len(first)} as in the header"
-    if None in where:  # a .tsv without a header
-        width, expected, where = 2, "<TAB>".join(names[0] for names in task.columns), [0, 1]
-        rows = itertools.chain([(line, first)], rows)
+    else:
+        where, rows = [0, 1], itertools.chain([(line, first)], rows)
     pairs, left_out = [], 0
     for line, row in rows:
-        if len(row) != width:
-            raise ValueError(f"{path}, line {line}: {len(row)} column{'s' * (len(row) > 1)}, expected {expected}")
+        if len(row) != len(expected):
+            raise ValueError(f"{path}, line {line}: {len(row)} column{'s' * (len(row) > 1)}, "
+                             f"expected {len(expected)}: {shorten(sign.join(expected))}")
         first, second = (row[i].strip() for i in where)
         if first and second:
             pairs.append((tuple(tokenize(first)), second if task.labelled else tokenize(second)))
@@ -686,35 +653,27 @@ def hold_out(pairs, seed, labelled):
 
 
 def read_split(args, task):
-    """Training pairs and validation pairs: those of args.data and args.valid, or of args.data alone."""
+    """Training pairs and validation pairs: the toy's, those of args.data and args.valid, or of args.data alone."""
+    if not args.data:
+        return toy_remarks()
     pairs = read_pairs(args.data, task)
-    labels = {label for _, label in pairs} if task.labelled else ()
-    if len(labels) > max(10, len(pairs) / 2):
-        raise ValueError(f"{args.data}: {len(labels):,} different labels in {len(pairs):,} lines; a line is "
-                         f"{'<TAB>'.join(names[0] for names in task.columns)}: are they swapped?")
-    if args.valid:
-        train, valid, texts = pairs, read_pairs(args.valid, task), {text for text, _ in pairs}
-        where = f"in {args.valid}, {sum(text in texts for text, _ in valid):,} of them also in the training set"
-    else:
-        train, valid = hold_out(pairs, args.seed, task.labelled)
-        where = "held out of the same file"
-        if not train or not valid:
-            raise ValueError(f"{args.data}: too few different texts to hold some out; name another file with --valid")
-    print(f"{args.data}: {len(train):,} lines for training; {len(valid):,} for validation, {where}")
+    counts = Counter(label for _, label in pairs) if task.labelled else {}
+    if task.labelled and not 2 <= len(counts) <= max(10, len(pairs) / 2):
+        raise ValueError(f"{args.data}: {len(counts):,} different labels in {len(pairs):,} lines, expected 2 to "
+                         f"{max(10, len(pairs) // 2):,}; are text and label swapped?")
+    train, valid = (pairs, read_pairs(args.valid, task)) if args.valid else hold_out(pairs, args.seed, task.labelled)
+    if not train or not valid:
+        raise ValueError(f"{args.data}: too few different texts to hold some out; name another file with --valid")
+    texts = {text for text, _ in train}
+    print(f"{args.data}: {len(train):,} lines for training; {len(valid):,} of {args.valid or 'the same file'} for "
+          f"validation, {sum(text in texts for text, _ in valid):,} of them also in the training set")
+    if counts:
+        labels = ", ".join(f"{shorten(label)} {count:,}" for label, count in counts.most_common(10))
+        print(f"labels: {labels}{f', {len(counts) - 10:,} more' if len(counts) > 10 else ''}")
     return train, valid
 
 
-def vocabulary_line(name, vocab, texts):
-    """What is known of the validation texts, lists of ids."""
-    unknown, tokens = map(sum, zip(*map(count_unknown, texts)))
-    return (f"{name}: {len(vocab) - len(SPECIAL):,} known, those that occur twice in training; "
-            f"{unknown / tokens:.1%} of the validation tokens are not")
-
-
 # ------------------------------------------------------------------------------ checkpoints, device, ranks and seeds
-
-
-CHECKPOINT = {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}  # of a complete run
 
 
 def default_path(name):
@@ -748,16 +707,14 @@ def load_checkpoint(path, device):
     file = io.BytesIO(Path(path).read_bytes())  # an OSError here is not the content's fault
     try:
         checkpoint = torch.load(file, map_location=device, weights_only=True)
-        known = checkpoint["task"] in TASKS
-        if known and CHECKPOINT <= checkpoint.keys():
-            task = TASKS[checkpoint["task"]](checkpoint["vocab"])
-            model = task.build(checkpoint["config"])
-            model.load_state_dict(checkpoint["model"])
-            return task, model.to(device).eval(), checkpoint
-        reason = f"the task {checkpoint['task']!r} is unknown" if not known else "a key is missing"
-    except Exception:  # torch.load refuses in many ways
-        reason = "it cannot be read"
-    raise ValueError(f"{path}: not a checkpoint that this train.py wrote ({reason})")
+        if checkpoint["task"] not in TASKS:
+            raise ValueError(f"the task {checkpoint['task']!r} is unknown")
+        task = TASKS[checkpoint["task"]](checkpoint["vocab"])
+        model = task.build(checkpoint["config"])
+        model.load_state_dict(checkpoint["model"])
+    except Exception as error:  # torch.load refuses in many ways; repr is always one line
+        raise ValueError(f"{path}: not a checkpoint that this train.py wrote: {shorten(repr(error), 120)}") from None
+    return task, model.to(device).eval(), checkpoint
 
 
 def load_or_train(name, path, device):
@@ -767,9 +724,8 @@ def load_or_train(name, path, device):
         if not path.exists():
             print_notice(f"{path} is not there yet; training it first")
             with contextlib.redirect_stdout(sys.stderr):
-                status = main(["--task", name, "--device", str(device)])
-            if status != 0:
-                sys.exit(status)
+                if main(["--task", name, "--device", str(device)]) != 0:
+                    sys.exit(1)
     return load_checkpoint(path, device)
 
 
@@ -781,15 +737,13 @@ def pick_device(name):
     if name.startswith("cuda") and rank_and_ranks()[1] > 1:  # torchrun's processes have a GPU each
         processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if name != "cuda" or processes > gpus:
-            raise ValueError(f"--device {name}: each of the {processes} processes here needs a GPU of its own, of "
-                             f"{gpus}; try --device cuda, --device cpu or fewer processes")
+            raise ValueError(f"--device {name}: {processes} processes need a GPU each, of {gpus}; try cuda or cpu")
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except Exception as error:  # what torch raises here differs by device and version
-        reason = shorten((str(error).strip() or type(error).__name__).splitlines()[0], 80)
-        raise ValueError(f"--device {name} cannot be used here; try --device cpu ({reason})") from None
+        raise ValueError(f"--device {name} cannot be used here; try --device cpu: {shorten(repr(error), 80)}") from None
     return device
 
 
@@ -896,14 +850,7 @@ def make_parser():
 
 def with_defaults(argv, defaults):
     """The options: those in argv, the others from defaults."""
-    parser = make_parser()
-    parser.set_defaults(**defaults)
-    return parser.parse_args(argv)
-
-
-def recipe_options(name):
-    """The options of a task's toy."""
-    return with_defaults(["--task", name], TASKS[name].recipe)
+    return make_parser().parse_args(argv, argparse.Namespace(**defaults))
 
 
 def saved_options(args):
@@ -935,28 +882,24 @@ def prepare(name, typed, argv):
     defaults = saved["options"] if typed.resume else TASKS[name].data_recipe if typed.data else TASKS[name].recipe
     if defaults is None:
         raise ValueError(f"--task {name} {'takes no --data' if typed.data else 'needs --data FILE'}")
-    args = with_defaults(argv, defaults)
-    args.task = name
+    args = with_defaults(argv, dict(defaults, task=name))
     if typed.epochs and args.steps:
         raise ValueError(f"--epochs {typed.epochs}: this run counts steps ({args.steps}); use --steps alone")
     for key, value in saved_options(args).items() if typed.resume else ():
         if value != saved["options"][key]:
-            raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has "
-                             f"{saved['options'][key] or 'none'}; without --resume a new one begins")
+            raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has {saved['options'][key]}")
     task = TASKS[name].read(args)
     config = task.config(args)
     set_seed(args.seed)
-    try:
-        model = task.build(config)
-    except RuntimeError as error:
-        raise ValueError(f"a model of these sizes cannot be built: {str(error).splitlines()[0]}") from None
-    if not typed.resume:
-        if saved and saved["vocab"] != task.vocab:
-            print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
-        return task, model, args, path, None, None
-    if (task.vocab, config) != (saved["vocab"], saved["config"]):
+    model = task.build(config)
+    if typed.resume and (task.vocab, config) != (saved["vocab"], saved["config"]):
         raise ValueError(f"{args.data} is not what the interrupted run was trained on: its words or lengths differ")
-    return task, model, args, path, {key: saved[key] for key in CHECKPOINT}, saved["run"]
+    if saved and saved["vocab"] != task.vocab:
+        print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
+    if not typed.resume:
+        return task, model, args, path, None, None
+    best = {key: value for key, value in saved.items() if key not in ("run", "options")}
+    return task, model, args, path, best, saved["run"]
 
 
 def resume_command(name, path):
@@ -978,8 +921,8 @@ def main(argv=None):
     try:
         device = pick_device(typed.device)
         jobs = [prepare(name, typed, argv) for name in names]
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, RuntimeError) as error:  # a RuntimeError: there is no memory for the model
+        parser.error(str(error).splitlines()[0])
 
     if ranks > 1:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -74,7 +74,7 @@ def evaluate(task, model, device, pairs, beams):
         if pairs:
             yield bleu(task, model, pairs, beams)
     else:
-        labels = [task.labels[label] for _, label in task.valid]
+        labels = [task.expected(example) for example in task.valid]
         hits = Counter(label for label, line in zip(labels, answer(task, model, rows, beams))
                        if line.split("\t")[0] == label)
         for label, count in sorted(Counter(labels).items()):

@@ -32,8 +32,8 @@ import torch
 from attention import attention, make_padding_mask, make_target_mask, subsequent_mask
 from model import BOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
 from train import (TASKS, Parser, Seq2Seq, Sentiment, count_unknown, default_path, file_path, join_tokens,
-                   load_or_train, pad, pick_device, print_notice, read_pairs, recipe_options, run, set_seed, shift,
-                   shorten, tokenize)
+                   load_or_train, pad, pick_device, print_notice, read_pairs, run, set_seed, shift, shorten,
+                   tokenize, with_defaults)
 from transformer_layer import PositionalEncoding
 
 TEXT, SOURCE = "the film was not very bad", "3 1 4 1 5 9 2 5"  # held out in training
@@ -299,7 +299,7 @@ class Subject:
         """The tokens of a row of ids that was generated or read, each label once; what was typed in place of <unk>."""
         if generated:
             return numbered(self.task.target.tokens[i] for i in ids.tolist())
-        return numbered(f"{typed}?" if i == UNK else self.task.vocabulary.tokens[i]
+        return numbered(f"{typed}?" if i == UNK else self.task.source.tokens[i]
                         for i, typed in itertools.zip_longest(ids.tolist(), self.tokens))
 
 
@@ -645,7 +645,7 @@ def main(argv=None):
         else:
             text, source = TEXT if args.text is None else args.text, SOURCE if args.source is None else args.source
             for name, asked in ("sentiment", text), ("copy", source):
-                options = recipe_options(name)  # whether it can be read is known before the toys are trained
+                options = with_defaults([], TASKS[name].recipe)  # known before the toys are trained: can it be read?
                 task = TASKS[name].read(options)
                 task.model_ids(task.build(task.config(options)), asked, report_cut=str)
             subjects = [Subject("sentiment", None, device, text=text), Subject("copy", None, device, source=source)]
