@@ -201,7 +201,7 @@ def run_train(line, status=0, small=SMALL):
 def trained_toys():
     """Both toys trained by `python train.py` -> {name: bytes of the checkpoint}, what was printed."""
     with working_directory() as directory:
-        out, _ = run_train("", small="")
+        out, _ = run_train("--task all", small="")
         return {name: (directory / "checkpoints" / f"{name}.pt").read_bytes() for name in ("sentiment", "copy")}, out
 
 

@@ -579,6 +579,11 @@ def count_unknown(ids):
     return sum(i == UNK for i in ids), sum(i not in (PAD, BOS, EOS) for i in ids)
 
 
+def report_unknown(unknown, words):
+    if unknown:
+        print_notice(f"{unknown:,} of {words:,} words are unknown to this model")
+
+
 def pad(rows):
     """Lists of ids -> (batch, longest), filled up with PAD."""
     longest = max(map(len, rows))
@@ -882,7 +887,8 @@ def prepare(name, typed, argv):
     defaults = saved["options"] if typed.resume else TASKS[name].data_recipe if typed.data else TASKS[name].recipe
     if defaults is None:
         raise ValueError(f"--task {name} {'takes no --data' if typed.data else 'needs --data FILE'}")
-    args = with_defaults(argv, dict(defaults, task=name))
+    args = with_defaults(argv, defaults)
+    args.task = name
     if typed.epochs and args.steps:
         raise ValueError(f"--epochs {typed.epochs}: this run counts steps ({args.steps}); use --steps alone")
     for key, value in saved_options(args).items() if typed.resume else ():

@@ -16,7 +16,7 @@ from collections import Counter
 
 from model import EOS
 from train import (Parser, Seq2Seq, count_unknown, file_path, load_or_train, number, pick_device, print_notice,
-                   read_pairs, run, tokenize)
+                   read_pairs, report_unknown, run, tokenize)
 
 BLOCK = 1000        # lines of a file that are read before the first is answered, so that they can be sorted by length
 BATCH = 100         # lines that are answered together
@@ -32,11 +32,6 @@ def answer(task, model, rows, beams):
         for i, line in zip(chosen, task.answers(model, [rows[i] for i in chosen], beams)):
             lines[i] = line
     return lines
-
-
-def report_unknown(unknown, words):
-    if unknown:
-        print_notice(f"{unknown:,} of {words:,} words are unknown to this model")
 
 
 def answer_lines(task, model, stream, block, beams):

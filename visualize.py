@@ -32,8 +32,8 @@ import torch
 from attention import attention, make_padding_mask, make_target_mask, subsequent_mask
 from model import BOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
 from train import (TASKS, Parser, Seq2Seq, Sentiment, count_unknown, default_path, file_path, join_tokens,
-                   load_or_train, pad, pick_device, print_notice, read_pairs, run, set_seed, shift, shorten,
-                   tokenize, with_defaults)
+                   load_or_train, pad, pick_device, print_notice, read_pairs, report_unknown, run, set_seed,
+                   shift, shorten, tokenize, with_defaults)
 from transformer_layer import PositionalEncoding
 
 TEXT, SOURCE = "the film was not very bad", "3 1 4 1 5 9 2 5"  # held out in training
@@ -255,8 +255,7 @@ class Subject:
 
         ids = task.model_ids(model, text)
         unknown, words = count_unknown(ids)
-        if unknown:
-            print_notice(f"{unknown} of {words} words are unknown to this model")
+        report_unknown(unknown, words)
         self.tokens = tokenize(text)[:words]  # those that are read
         self.question = join_tokens(self.tokens)
         answer, tab, share = task.answers(model, [ids])[0].partition("\t")
