@@ -875,6 +875,7 @@ def test_data_files_are_read_as_pairs():
                        ("header.tsv", "sentence\tlabel\ngood film\tyes\nbad \"film\tno"),
                        ("other-way.tsv", "Label\tid\treview\nyes\t1\tgood film\nno\t2\tbad \"film\n"),
                        ("holes.tsv", " good film \t yes \n\tno\nbad \"film\tno\n \u3000\tno\nbad film\t\n \t \n"),
+                       ("wide.tsv", f"id\ttext\tlabel\n{'x' * 900_000}\tgood film\tyes\n\tbad \"film\tno\n"),
                        ("imdb.csv", 'review,sentiment\n"good\nfilm",yes\n"bad ""film",no\n'),
                        ("some.CSV", 'Label , Review,id\r\nyes,good film,1\r\nno,"bad ""film",2\r\n')]:
         with working_directory(), contextlib.redirect_stderr(io.StringIO()) as err:
@@ -899,7 +900,7 @@ def test_bad_data_files_are_one_line_with_the_place():
 
 def test_a_long_file_shows_that_it_is_read():
     with working_directory(), contextlib.redirect_stderr(io.StringIO()) as err:
-        train.read_pairs(write("long.tsv", "a\tb\n" * 100_001), train.Sentiment)
+        assert len(train.read_pairs(write("long.tsv", "a\tb\n" * 100_001), train.Sentiment)) == 100_001
     assert err.getvalue().split("\n") == ["long.tsv: 50,000 lines read", "long.tsv: 100,000 lines read", ""]
 
 
@@ -2088,6 +2089,8 @@ def test_help_names_every_option_with_its_default():
         options = re.findall(r"^  (-.*(?:\n   .*)*)", out, flags=re.M)  # each with the lines below that go on
         silent = [option.split()[0] for option in options if "default" not in option]
         assert status == 0 and len(options) > 2 and silent == ["-h,"], (script.__name__, silent)
+        if script is train:
+            assert "(default: sentiment 6, sentiment --data 8, translate --data 15)" in " ".join(out.split())
 
 
 def test_every_name_of_the_two_articles_is_found_by_grep():
