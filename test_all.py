@@ -1865,16 +1865,17 @@ def test_pictures_and_report_are_the_same_whatever_the_users_matplotlib_and_name
 
 def test_pictures_are_shown_in_windows_and_without_a_display_it_is_said():
     from matplotlib import pyplot
+    def show():
+        shown.extend([*pyplot.get_figlabels(), pyplot.gca().get_position().bounds])
     shown = []
-    with working_directory(), swapped(pyplot, "show", lambda: shown.extend(pyplot.get_figlabels())), \
-            contextlib.redirect_stderr(io.StringIO()) as err:
+    with working_directory(), swapped(pyplot, "show", show), contextlib.redirect_stderr(io.StringIO()) as err:
         visualize.new_figure("t", 1, 1).savefig("t.png")
         pyplot.switch_backend("agg")
         visualize.show_pictures([Path("t.png")])
         assert err.getvalue() == "--show: no windows (there is no display); the pictures are in .\n" and not shown
         with swapped(pyplot, "get_backend", lambda: "windows"):
             visualize.show_pictures([Path("t.png")])
-        assert shown == ["t.png"] and not pyplot.get_fignums()
+        assert shown == ["t.png", (0, 0, 1, 1)] and not pyplot.get_fignums()
 
 
 def test_terminal_map_has_a_fixed_scale_fits_and_tells_what_is_cut():
@@ -1907,6 +1908,7 @@ def test_rows_are_queries_labels_unique_masked_cells_not_painted_and_numbers_rea
     image = visualize.draw_map(ax, values, ["a", "b", "c"], ["d", "eee"], masked, vmin=-1)
     painted = image.to_rgba(image.get_array(), bytes=True)
     assert painted[..., 3].tolist() == [[255, 0], [255, 255], [255, 0]] and tuple(painted[2, 0][:3]) == (255, 0, 0)
+    assert ax.patch.get_hatch()  # is what shows
     assert [(text.get_text(), text.get_color(), text.get_position()) for text in ax.texts] == [
         ("1", "white", (0, 0)), ("0", "white", (0, 1)), ("0.30", "white", (1, 1)), ("nan", "white", (0, 2))]
     for axis, labels, rotation in (ax.yaxis, ["a", "b", "c"], 0), (ax.xaxis, ["d", "eee"], 90):
@@ -1968,7 +1970,9 @@ def test_training_and_heads_are_drawn_as_they_are():
                dict(step=4, train_loss=1.0, loss=1.5, accuracy=1.0)]
     seen = argparse.Namespace(task=argparse.Namespace(metric="share"), checkpoint={"task": "t", "history": history},
                               heads=[(ORDINARY._replace(padding=0.5, last=float("nan")), ORDINARY)])
-    left, right = visualize.draw_training([seen]).axes
+    figure = visualize.draw_training([seen])
+    assert visualize.draw_training([seen] * 2).get_figheight() == 2 * figure.get_figheight()
+    left, right = figure.axes
     lines = [[list(map(tuple, line.get_xydata())) for line in ax.lines] for ax in (left, right)]
     assert lines == [[[(2, 3.0), (4, 1.0)], [(2, 2.5), (4, 1.5)]], [[(2, 0.25), (4, 1.0)]]]
     assert (left.get_title(), right.get_title(), left.get_ylim()[0]) == ("t: loss", "t: share", 0)
