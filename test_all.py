@@ -882,6 +882,8 @@ def test_data_files_are_read_as_pairs():
             pairs = train.read_pairs(write(name, data), train.Sentiment)
             assert pairs == [(("good", "film"), "yes"), (("bad", '"', "film"), "no")], name
             assert ("3 lines with an empty column left out" in err.getvalue()) == (name == "holes.tsv")
+    with working_directory():  # a label is on one line, without a tab
+        assert train.read_pairs(write("x.csv", 'text,label\na,"so\t\nso"\n'), train.Sentiment) == [(("a",), "so so")]
 
 
 def test_bad_data_files_are_one_line_with_the_place():
@@ -1419,8 +1421,8 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
         before = sorted(directory.rglob("*"))
         for line, message in [
                 ("--task poem", "invalid choice"), ("--device nonsense", "try --device cpu"),
-                ("--data two.tsv", "need --task"), ("--task copy --data two.tsv", "--task copy takes no --data"),
-                ("--resume", "--resume need --task"), ("--checkpoint x.pt", "need --task"),
+                ("--data two.tsv", "need a single --task"), ("--task copy --data two.tsv", "--task copy takes no --data"),
+                ("--resume", "--resume need a single --task"), ("--checkpoint x.pt", "need a single --task"),
                 ("--task copy --resume", "nothing to resume"),
                 ("--task copy --epochs 3", "this run counts steps (250)"),
                 ("--task sentiment --steps 3 --epochs 3", "use --steps alone"), ("--task translate", "needs --data"),
@@ -1528,7 +1530,8 @@ def test_run_meets_every_kind_of_stream_and_error():
         assert (found, err.lstrip("\n")) == (status, message)
     argv = f"--device cpu --task copy --steps 1 {SMALL}".split()
     with working_directory(), quick_copy(), contextlib.redirect_stderr(io.StringIO()) as err:
-        for stdout, status in (closed, "141"), (None, "0"):
+        anything = argparse.Namespace(write=lambda text: None, flush=lambda: None)  # print asks for no more
+        for stdout, status in (closed, "141"), (None, "0"), (anything, "0"):
             with swapped(sys, "stdout", stdout):
                 raises(SystemExit, status, train.run, train.main, argv)
         assert err.getvalue() == ""
@@ -1833,6 +1836,24 @@ def test_maps_show_the_text_what_is_generated_every_head_unknown_words_and_paddi
         with swapped(train, "make_padding_mask", lambda ids: torch.ones_like(ids)[:, None, None]):
             columns = subject("sentiment", text="I really loved it").maps["classifier"][2]
             assert columns == [*words, "<pad>", "<pad>·2"]
+
+
+def test_symbols_of_a_task_of_ones_own_and_weights_that_are_nan_are_drawn():
+    class Signs(train.Copy):
+        symbols = "A", "->"
+    task, args = Signs.read(None), train.with_defaults([], train.Copy.recipe)
+    config = task.config(args)
+    model, checkpoint = task.build(config), dict(task="copy", config=config, seed=0, metrics={"accuracy": 0.0})
+    with swapped(visualize, "load_or_train", lambda *args: (task, model, checkpoint)), \
+            swapped(visualize, "draw_grid", lambda *args: args), \
+            swapped(visualize, "draw_training", lambda *args: None):
+        seen = subject("copy", source="A -> A")
+        assert seen.question == "A -> A" and seen.maps["encoder"][1] == ["A", "->", "A·2", "<eos>"]
+        model.encoder.norm.weight.data.fill_(math.nan)
+        seen = subject("copy", source="A -> A")
+        assert "error: cross, layer 1, heads 1, 2: nan" in seen.report
+        *_, weights, rows, columns, _, _ = dict(visualize.draw_all([seen]))["07_cross.png"]
+        assert weights.shape[2:] == (len(rows), len(columns)) and columns == ["A", "->", "A·2", "<eos>"]
 
 
 @slow

@@ -153,7 +153,8 @@ class Progress:
     def __init__(self, name, steps):
         self.name, self.steps, self.started, self.renewed = name, steps, time.monotonic(), 0.0
         self.loss, self.batches, self.tokens = 0.0, 0, 0
-        self.live = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        isatty = getattr(sys.stdout, "isatty", lambda: False)  # a stdout may be closed, or of any kind
+        self.live = isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, step, loss, batch):
         """loss is a tensor; its value is read only when a line is printed, because that makes a GPU wait."""
@@ -631,7 +632,7 @@ def read_pairs(path, task):
                              f"expected {len(expected)}: {shorten(sign.join(expected))}")
         first, second = (row[i].strip() for i in where)
         if first and second:
-            pairs.append((tuple(tokenize(first)), second if task.labelled else tokenize(second)))
+            pairs.append((tuple(tokenize(first)), " ".join(second.split()) if task.labelled else tokenize(second)))
         else:
             left_out += 1
     if not pairs:
@@ -892,7 +893,7 @@ def prepare(name, typed, argv):
     if typed.epochs and args.steps:
         raise ValueError(f"--epochs {typed.epochs}: this run counts steps ({args.steps}); use --steps alone")
     for key, value in saved_options(args).items() if typed.resume else ():
-        if value != saved["options"][key]:
+        if value != saved["options"].get(key, value):  # an option may be newer than that run
             raise ValueError(f"--{key.replace('_', '-')} {value}: the interrupted run has {saved['options'][key]}")
     task = TASKS[name].read(args)
     config = task.config(args)
@@ -920,7 +921,7 @@ def main(argv=None):
     parser = make_parser()
     typed = parser.parse_args(argv)
     if typed.task == "all" and (typed.data or typed.checkpoint or typed.resume):
-        parser.error("--data, --checkpoint and --resume need --task")
+        parser.error("--data, --checkpoint and --resume need a single --task")
     if typed.valid and not typed.data and not typed.resume:
         parser.error("--valid needs --data, the file to train on")
     names = ["sentiment", "copy"] if typed.task == "all" else [typed.task]

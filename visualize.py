@@ -94,7 +94,7 @@ LEGEND = """\
 entropy: 1 if all keys that a query may look at get the same weight, 0 if one gets all. uniform: the mean weight that a
 key would have if all had the same. first, last, previous, same, next: the mean weight on the first and the last token,
 one place before the query's, at it, one after. padding, future, sum_error: in the worst row, the weight on padding and
-on tokens still to come, and how far the sum of the row is off. -: no query can look there.
+on tokens still to come, and how far the sum of the row is off. -: no query, or only a decoder's last, can look there.
 
 Attention is not an explanation: a weight says where a head looks, not why the model answers as it does."""
 STATISTICS = "entropy", "uniform", "first", "last", "previous", "same", "next", "padding", "future", "sum_error"
@@ -256,7 +256,7 @@ class Subject:
         ids = task.model_ids(model, text)
         unknown, words = count_unknown(ids)
         report_unknown(unknown, words)
-        self.tokens = tokenize(text)[:words]  # those that are read
+        self.tokens = (tokenize(text) if task.columns else text.split())[:words]  # those that are read
         self.question = join_tokens(self.tokens)
         answer, tab, share = task.answers(model, [ids])[0].partition("\t")
         self.answer = f"{answer} ({float(share):.1%})" if tab else answer
@@ -288,7 +288,7 @@ class Subject:
         for kind, (layers, rows, columns, causal) in maps.items():
             real = rows[0] != PAD
             weights = torch.stack([weights[0][:, real] for weights in layers])
-            kept = (columns[0] != PAD) | weights.flatten(0, 2).any(0)
+            kept = (columns[0] != PAD) | (weights > 0).flatten(0, 2).any(0)
             allowed, _, _ = key_masks(rows, columns, causal)
             labelled[kind] = (weights[..., kept], self.labels(rows[0][real], kind in ("decoder", "cross")),
                               self.labels(columns[0][kept], kind == "decoder"), ~allowed[0][real][:, kept])
