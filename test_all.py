@@ -1421,7 +1421,7 @@ def test_wrong_arguments_of_train_are_one_line_before_any_work():
         before = sorted(directory.rglob("*"))
         for line, message in [
                 ("--task poem", "invalid choice"), ("--device nonsense", "try --device cpu"),
-                ("--data two.tsv", "need a single --task"), ("--task copy --data two.tsv", "--task copy takes no --data"),
+                ("--data two.tsv", "need a single --task"), ("--task copy --data two.tsv", "copy takes no --data"),
                 ("--resume", "--resume need a single --task"), ("--checkpoint x.pt", "need a single --task"),
                 ("--task copy --resume", "nothing to resume"),
                 ("--task copy --epochs 3", "this run counts steps (250)"),
