@@ -1648,7 +1648,8 @@ def test_wrong_arguments_of_translate_are_one_line():
         write("short.pt", Path("checkpoints/copy.pt").read_bytes()[:5000])
         whole = saved("checkpoints/copy.pt")
         for name, content in [("foreign", {"model": {"weight": torch.zeros(3)}}), ("code", nn.Linear(2, 2)),
-                              ("poem", dict(whole, task="poem")), ("config", dict(whole, config={}))]:
+                              ("poem", dict(whole, task="poem")), ("config", dict(whole, config={})),
+                              ("part", {key: whole[key] for key in whole if key != "history"})]:
             torch.save(content, f"{name}.pt")
         write("pairs.tsv", PAIRS)
         run_train("--task translate --data pairs.tsv --steps 1")
@@ -1663,7 +1664,8 @@ def test_wrong_arguments_of_translate_are_one_line():
                               ("--device nonsense 3", "try --device cpu"),
                               *((f"--checkpoint {name}.pt 3", f"{name}.pt: not a checkpoint that") for name in
                                 ("text", "short", "foreign", "code", "config")),
-                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown")]:
+                              ("--checkpoint poem.pt 3", "the task 'poem' is unknown"),
+                              ("--checkpoint part.pt 3", "a key is missing")]:
             assert refused(translate.main, message, line) == ""
         refused(translate.main, "0 tokens", "", " ")
 

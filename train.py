@@ -224,6 +224,9 @@ class Task:
                       f"training; {unknown / tokens:.1%} of the validation tokens are not")
         return task
 
+    def tokenize(self, text):
+        return tokenize(text)
+
     def batches_per_epoch(self, args):
         return len(self.length_batches(self.train, args.batch_size))
 
@@ -305,7 +308,7 @@ class Sentiment(Task):
     labelled = True
 
     def encode(self, text):
-        return self.source.encode(tokenize(text))
+        return self.source.encode(self.tokenize(text))
 
     def encode_pairs(self, pairs, path, most=256):
         for _, label in pairs:
@@ -443,12 +446,15 @@ class Copy(Seq2Seq):
         rng = random.Random(mixed_seed(args.seed, number))
         return (self.batch(self.examples(rng, args.batch_size, held_out=False)) for _ in range(50))
 
+    def tokenize(self, text):
+        return text.split()  # symbols may be any
+
     def encode(self, text):
-        for symbol in text.split():
+        for symbol in self.tokenize(text):
             if self.source.ids.get(symbol, UNK) < len(SPECIAL):
                 raise ValueError(f"{shorten(symbol)!r} is not a symbol; the symbols are "
                                  f"{' '.join(self.source.tokens[len(SPECIAL):])}")
-        return self.source.encode(text.split()) + [EOS]
+        return self.source.encode(self.tokenize(text)) + [EOS]
 
     def config(self, args):
         return dict(src_vocab=len(self.source), tgt_vocab=len(self.target), max_len=self.most + 1,  # EOS, or BOS
@@ -473,7 +479,7 @@ class Translate(Seq2Seq):
     in_tokens = True
 
     def encode(self, text):
-        return self.source.encode(tokenize(text)) + [EOS]
+        return self.source.encode(self.tokenize(text)) + [EOS]
 
     def encode_pairs(self, pairs, path, most=128):
         kept = [(self.source.encode(source) + [EOS], [BOS, *self.target.encode(target), EOS])
@@ -682,6 +688,9 @@ def read_split(args, task):
 # ------------------------------------------------------------------------------ checkpoints, device, ranks and seeds
 
 
+CHECKPOINT = {"task", "config", "vocab", "seed", "step", "history", "metrics", "model"}  # of a complete run
+
+
 def default_path(name):
     return Path("checkpoints") / f"{name}.pt"
 
@@ -715,6 +724,8 @@ def load_checkpoint(path, device):
         checkpoint = torch.load(file, map_location=device, weights_only=True)
         if checkpoint["task"] not in TASKS:
             raise ValueError(f"the task {checkpoint['task']!r} is unknown")
+        if not CHECKPOINT <= checkpoint.keys():
+            raise ValueError("a key is missing")
         task = TASKS[checkpoint["task"]](checkpoint["vocab"])
         model = task.build(checkpoint["config"])
         model.load_state_dict(checkpoint["model"])
@@ -905,8 +916,7 @@ def prepare(name, typed, argv):
         print_notice(f"{path} holds a model of other data, which this run replaces after its first round")
     if not typed.resume:
         return task, model, args, path, None, None
-    best = {key: value for key, value in saved.items() if key not in ("run", "options")}
-    return task, model, args, path, best, saved["run"]
+    return task, model, args, path, {key: saved[key] for key in CHECKPOINT}, saved["run"]
 
 
 def resume_command(name, path):

@@ -33,7 +33,7 @@ from attention import attention, make_padding_mask, make_target_mask, subsequent
 from model import BOS, PAD, UNK, EncoderDecoder, TransformerClassifier, evaluating, greedy_decode
 from train import (TASKS, Parser, Seq2Seq, Sentiment, count_unknown, default_path, file_path, join_tokens,
                    load_or_train, pad, pick_device, print_notice, read_pairs, report_unknown, run, set_seed,
-                   shift, shorten, tokenize, with_defaults)
+                   shift, shorten, with_defaults)
 from transformer_layer import PositionalEncoding
 
 TEXT, SOURCE = "the film was not very bad", "3 1 4 1 5 9 2 5"  # held out in training
@@ -256,7 +256,7 @@ class Subject:
         ids = task.model_ids(model, text)
         unknown, words = count_unknown(ids)
         report_unknown(unknown, words)
-        self.tokens = (tokenize(text) if task.columns else text.split())[:words]  # those that are read
+        self.tokens = task.tokenize(text)[:words]  # those that are read
         self.question = join_tokens(self.tokens)
         answer, tab, share = task.answers(model, [ids])[0].partition("\t")
         self.answer = f"{answer} ({float(share):.1%})" if tab else answer
@@ -265,14 +265,14 @@ class Subject:
         target = 0  # a label, which predict does not use
         if not classifies:
             target = [BOS, *greedy_decode(model, pad([row]).to(device), model.tgt_embed[1].max_len)[0].tolist()]
-        drawn = [(row, target)]
+        drawn = task.batch([(row, target)])
+        batch = task.batch(examples) if examples else drawn
         set_seed(self.checkpoint["seed"])
         models = model, task.build(self.checkpoint["config"]).to(device)  # trained, untrained
-        self.maps, self.maps_before = (self.labelled_maps(attention_maps(task, each, task.batch(drawn)))
+        self.maps, self.maps_before = (self.labelled_maps(attention_maps(task, each, drawn))
                                        for each in models)
-        self.heads = list(zip(*(measure_heads(attention_maps(task, each, task.batch(examples or drawn)))
-                                for each in models)))
-        self.framed = classifies and reads_first_row(task, model, [t.to(device) for t in task.batch(drawn)])
+        self.heads = list(zip(*(measure_heads(attention_maps(task, each, batch)) for each in models)))
+        self.framed = classifies and reads_first_row(task, model, [t.to(device) for t in drawn])
         accuracy, when = self.checkpoint["metrics"]["accuracy"], "after training"
         if data:
             task.valid = examples
